@@ -44,12 +44,12 @@ class Alike:
 
     def call(self, node: fx.Node) -> int:
         """Return the number of what ``node`` calls: of operator and arguments, whichever nodes these are."""
-        held = self._calls.get(node)
-        if held is not None and held[0] == (node.args, node.kwargs):
-            return held[1]
+        cached = self._calls.get(node)
+        if cached is not None and cached[0] == (node.args, node.kwargs):
+            return cached[1]
         place = {argument: f"%{at}" for at, argument in enumerate(node.all_input_nodes)}
-        said = repr(fx.map_arg((node.args, node.kwargs), place.__getitem__))
-        number = self._number((node.op, node.target, said))
+        arguments = repr(fx.map_arg((node.args, node.kwargs), place.__getitem__))
+        number = self._number((node.op, node.target, arguments))
         self._calls[node] = (node.args, node.kwargs), number
         return number
 
@@ -59,9 +59,9 @@ class Alike:
         Where a seed begins in its storage makes no difference: it is read ``anywhere``.
         """
         value = node.meta.get("val")
-        held = self._lies.get(node)
-        if held is not None and held[0] is value:
-            return held[1]
+        cached = self._lies.get(node)
+        if cached is not None and cached[0] is value:
+            return cached[1]
         lies = tuple(
             (at, str(t.device), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()) for at, t in tensors_of(node)
         )

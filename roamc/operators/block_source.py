@@ -141,13 +141,13 @@ class _Writer:
 
     def _may_go_home(self, node: fx.Node, operand: fx.Node) -> bool:
         """Whether ``node`` may write to the block of an operand: nothing reads later what lies there."""
-        held = self.held[operand]
-        reader = self.last.get(held)
+        stored = self.held[operand]
+        reader = self.last.get(stored)
         if reader is not None and self.order[reader] > self.order[node]:
             return False
-        if held is self.written[operand] or not blocks.same_form(node, operand):
+        if stored is self.written[operand] or not blocks.same_form(node, operand):
             return False
-        return held not in self._bases(node) or _may_write_over(node, held)
+        return stored not in self._bases(node) or _may_write_over(node, stored)
 
     def _bases(self, node: fx.Node) -> set[fx.Node]:
         return {blocks.base_of(argument) for argument in node.all_input_nodes}
@@ -230,10 +230,10 @@ class _Writer:
 
     def _spread(self, node: fx.Node, values: list[str]) -> None:
         """Give the first operand the shape of the result where no operand has it, since ``out=`` must fit exactly."""
-        seen = {node: self.seen[node] for node in node.all_input_nodes if self.seen[node] != blocks.AS_IT_IS}
-        if any(row for row, _ in seen.values()) and any(column for _, column in seen.values()):
+        steps_by_node = {node: self.seen[node] for node in node.all_input_nodes if self.seen[node] != blocks.AS_IT_IS}
+        if any(row for row, _ in steps_by_node.values()) and any(column for _, column in steps_by_node.values()):
             return
-        at = next(at for at, value in enumerate(node.args) if isinstance(value, fx.Node) and value in seen)
+        at = next(at for at, value in enumerate(node.args) if isinstance(value, fx.Node) and value in steps_by_node)
         values[at] = f"{values[at]}.expand(len({self.first}), {self.matrix.columns})"
 
     def _place(self, node: fx.Node, steps: Steps) -> str:
@@ -252,9 +252,9 @@ class _Writer:
             self.held[home] = node
             return self.names[home]
         kind = blocks.only_tensor(node).dtype, self.matrix.columns if steps[1] else 1
-        held = {self.names[base] for base in mine if not _may_write_over(node, base)}
+        protected = {self.names[base] for base in mine if not _may_write_over(node, base)}
         for block in self.free.get(kind, ()):
-            if block not in held:
+            if block not in protected:
                 self.free[kind].remove(block)
                 return block
         block = self._identifier(f"block_{len(self.kinds)}")
@@ -273,11 +273,11 @@ class _Writer:
 
     def _constant(self, name: str, value: Any) -> str:
         """Enter ``value`` among the constants, and return its name: ``name``, with underscores if that is taken."""
-        known = next((key for key, other in self.constants.items() if other is value), None)
-        if known is None:
-            known = self._identifier(name)
-            self.constants[known] = value
-        return known
+        identifier = next((key for key, other in self.constants.items() if other is value), None)
+        if identifier is None:
+            identifier = self._identifier(name)
+            self.constants[identifier] = value
+        return identifier
 
 
 def _function_name(function: Any) -> str:

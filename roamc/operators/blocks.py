@@ -76,10 +76,10 @@ def matrix_of_node(node: fx.Node) -> Matrix | None:
 
     None if the result is no single tensor, or the matrix would have less than two rows or two columns.
     """
-    rowwise, made = ops.rule(node.target).rowwise, node.meta.get("val")
+    rowwise, value = ops.rule(node.target).rowwise, node.meta.get("val")
     if rowwise is not None and rowwise.keepdim is not None and isinstance(node.args[0], fx.Node):
-        made = made if not isinstance(made, torch.Tensor) else node.args[0].meta.get("val")
-    return matrix_of(made.shape) if isinstance(made, torch.Tensor) else None
+        value = value if not isinstance(value, torch.Tensor) else node.args[0].meta.get("val")
+    return matrix_of(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def steps_of(tensor: torch.Tensor, shape: Sequence[int]) -> Steps | None:
@@ -93,7 +93,7 @@ def steps_of(tensor: torch.Tensor, shape: Sequence[int]) -> Steps | None:
     if lacking < 0:
         return None
     sizes, strides = (1,) * lacking + tuple(tensor.shape), (0,) * lacking + tuple(tensor.stride())
-    if any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
+    if any(size not in (1, full_size) for size, full_size in zip(sizes, shape, strict=True)):
         return None
     broadcast = [0 if size == 1 else int(stride) for size, stride in zip(sizes, strides, strict=True)]
     row = _one_stride(shape[:-1], broadcast[:-1])
@@ -105,17 +105,17 @@ def steps_of(tensor: torch.Tensor, shape: Sequence[int]) -> Steps | None:
 
 def _one_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
     """The stride at which the elements of dimensions follow each other in order; None if it is not the same for all."""
-    found: int | None = None
+    step: int | None = None
     expected = 0
     for size, stride in reversed(list(zip(sizes, strides, strict=True))):
         if size == 1:
             continue
-        if found is None:
-            found = stride
+        if step is None:
+            step = stride
         elif stride != expected:
             return None
         expected = stride * size
-    return found or 0
+    return step or 0
 
 
 def fits(node: fx.Node, matrix: Matrix) -> bool:
@@ -133,18 +133,18 @@ def result_steps(node: fx.Node, matrix: Matrix) -> Steps | None:
     None if ``node`` does not treat rows apart, or its result has another shape, lies otherwise in memory, or is on no
     CPU.
     """
-    rule, made = ops.rule(node.target), node.meta.get("val")
-    if rule.rowwise is None or rule.numbered or not isinstance(made, torch.Tensor) or made.device.type != "cpu":
+    rule, result = ops.rule(node.target), node.meta.get("val")
+    if rule.rowwise is None or rule.numbered or not isinstance(result, torch.Tensor) or result.device.type != "cpu":
         return None
-    if form_of(node, 1).kind not in (FormKind.OUT, FormKind.KERNEL) or made.is_conj() or made.is_neg():
+    if form_of(node, 1).kind not in (FormKind.OUT, FormKind.KERNEL) or result.is_conj() or result.is_neg():
         return None
-    if not made.is_contiguous() or made.storage_offset() or (rule.rowwise.rank not in (0, made.dim())):
+    if not result.is_contiguous() or result.storage_offset() or (rule.rowwise.rank not in (0, result.dim())):
         return None
     if rule.rowwise.keepdim is not None:
         return (1, 0) if _reduces_last(node, matrix) else None
-    if matrix_of(made.shape) == matrix:
+    if matrix_of(result.shape) == matrix:
         return (matrix.columns, 1) if _along_last(node, rule.rowwise.dim) else None
-    alone = made.dim() > 1 and made.shape[-1] == 1 and made.numel() == matrix.rows
+    alone = result.dim() > 1 and result.shape[-1] == 1 and result.numel() == matrix.rows
     return (1, 0) if alone and rule.rowwise == Rowwise() else None
 
 
@@ -192,8 +192,8 @@ def operand_steps(node: fx.Node, argument: fx.Node, matrix: Matrix) -> Steps | N
         return AS_IT_IS
     if rowwise == Rowwise():
         return steps_of(tensor, node.meta["val"].shape)
-    seen = steps_of(tensor, tensor.shape) if matrix_of(tensor.shape) == matrix else None
-    return seen if seen is not None and all(seen) else None
+    steps = steps_of(tensor, tensor.shape) if matrix_of(tensor.shape) == matrix else None
+    return steps if steps is not None and all(steps) else None
 
 
 def _among(node: fx.Node, argument: fx.Node, positions: Sequence[int]) -> bool:
@@ -216,12 +216,12 @@ def view_fits(view: fx.Node, base: fx.Node, matrix: Matrix) -> bool:
         base: the member, an operator of the group.
         matrix: the rows and columns of the group.
     """
-    made, steps = view.meta.get("val"), result_steps(base, matrix)
-    if not isinstance(made, torch.Tensor) or made.storage_offset() or made.is_conj() or made.is_neg():
+    tensor, steps = view.meta.get("val"), result_steps(base, matrix)
+    if not isinstance(tensor, torch.Tensor) or tensor.storage_offset() or tensor.is_conj() or tensor.is_neg():
         return False
-    if steps == (1, 0) and made.numel() == matrix.rows:
-        return made.is_contiguous()
-    return matrix_of(made.shape) == matrix and steps_of(made, made.shape) == steps
+    if steps == (1, 0) and tensor.numel() == matrix.rows:
+        return tensor.is_contiguous()
+    return matrix_of(tensor.shape) == matrix and steps_of(tensor, tensor.shape) == steps
 
 
 def is_per_row(reader: fx.Node, node: fx.Node) -> bool:
@@ -236,10 +236,10 @@ def input_steps(node: fx.Node, matrix: Matrix) -> Steps:
     Raises:
         ValueError: two members see it differently, or one cannot.
     """
-    seen = {operand_steps(user, node, matrix) for user in node.users if not ops.is_view(user.target)}
-    if len(seen) != 1 or None in seen:
-        raise ValueError(f"{node.name} is seen as {seen}")
-    return seen.pop()  # type: ignore[return-value]
+    steps = {operand_steps(user, node, matrix) for user in node.users if not ops.is_view(user.target)}
+    if len(steps) != 1 or None in steps:
+        raise ValueError(f"{node.name} is seen as {steps}")
+    return steps.pop()  # type: ignore[return-value]
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -359,8 +359,8 @@ def block_rows(matrix: Matrix, itemsize: int, threads: int, *, aligned: bool, po
             last one, must begin at a multiple of :data:`TOGETHER` elements, too.
     """
     unit = threads * (TOGETHER if aligned else 1)
-    wanted = max(1, BLOCK_BYTES // (matrix.columns * itemsize * unit))
-    for units in (*range(wanted, max(0, wanted - TRIES), -1), *range(wanted + 1, wanted + TRIES)):
+    ideal = max(1, BLOCK_BYTES // (matrix.columns * itemsize * unit))
+    for units in (*range(ideal, max(0, ideal - TRIES), -1), *range(ideal + 1, ideal + TRIES)):
         rows: int = units * unit
         parts = {min(rows, matrix.rows), matrix.rows % rows} - {0}
         if rows == 1 or (rows < matrix.rows and 1 in parts):

@@ -189,8 +189,8 @@ def _read_copy(node: fx.Node, read: fx.Node, form: torch.memory_format, mode: Fa
 
 
 def _derivable(node: fx.Node) -> bool:
-    known = "val" in node.meta  # operators that give nothing have none
-    return known and (node.target is operator.getitem or isinstance(node.target, OpOverload))
+    has_value = "val" in node.meta  # operators that give nothing have none
+    return has_value and (node.target is operator.getitem or isinstance(node.target, OpOverload))
 
 
 def _geometry(value: Any) -> list[tuple[Any, ...] | None]:
@@ -220,12 +220,12 @@ def _batch_norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
     return _laid_out(masked or node.meta["val"], value_of(node.args[1]), mode) or masked  # type: ignore[arg-type]
 
 
-def _laid_out(told: Any, read: torch.Tensor, mode: FakeTensorMode) -> Any:
-    """Return the results ``told`` with the first in the memory format that ``read`` suggests.
+def _laid_out(results: Any, read: torch.Tensor, mode: FakeTensorMode) -> Any:
+    """Return ``results`` with the first in the memory format that ``read`` suggests.
 
     None where it has that format already, is None itself, or ``read`` is not on a CPU.
     """
-    first, *rest = told
+    first, *rest = results
     if first is None or read.device.type != "cpu":
         return None
     with mode:
@@ -256,14 +256,14 @@ def _statistics(*parameters: int) -> Fix:
     """
 
     def fix(node: fx.Node, mode: FakeTensorMode) -> Any:
-        told = list(node.meta["val"])
+        noted = list(node.meta["val"])
         weights = [value_of(at) for at in map(node.args.__getitem__, parameters) if isinstance(at, fx.Node)]
-        dtype = statistics_dtype(told[0], weights)
-        if told[0].device.type != "cpu" or dtype is told[0].dtype or told[1].dtype is told[2].dtype is dtype:
+        dtype = statistics_dtype(noted[0], weights)
+        if noted[0].device.type != "cpu" or dtype is noted[0].dtype or noted[1].dtype is noted[2].dtype is dtype:
             return None
         with mode:
-            told[1:3] = [torch.empty_like(statistic, dtype=dtype) for statistic in told[1:3]]
-        return tuple(told)
+            noted[1:3] = [torch.empty_like(statistic, dtype=dtype) for statistic in noted[1:3]]
+        return tuple(noted)
 
     return fix
 
@@ -275,13 +275,13 @@ def _functional_batch_norm(node: fx.Node, mode: FakeTensorMode) -> Any:
     ones; torch notes them as float32.
     """
     laid_out = _norm_of_images(node, mode)
-    told = list(laid_out or node.meta["val"])
+    results = list(laid_out or node.meta["val"])
     before = [value_of(argument) for argument in node.args[3:5] if isinstance(argument, fx.Node)]
-    if len(before) != 2 or all(told[3 + i].dtype == old.dtype for i, old in enumerate(before)):
+    if len(before) != 2 or all(results[3 + i].dtype == old.dtype for i, old in enumerate(before)):
         return laid_out
     with mode:
-        told[3:5] = [torch.empty_like(old) for old in before]
-    return tuple(told)
+        results[3:5] = [torch.empty_like(old) for old in before]
+    return tuple(results)
 
 
 def _by_cudnn(node: fx.Node, mode: FakeTensorMode) -> Any:
@@ -318,11 +318,11 @@ def _scattered(node: fx.Node, mode: FakeTensorMode) -> Any:
 
     torch 2.11 notes the result as expanded, like the base.
     """
-    told = node.meta["val"]
-    if not is_expanded(told):
+    noted = node.meta["val"]
+    if not is_expanded(noted):
         return None
     with mode:
-        return torch.empty(told.shape, dtype=told.dtype, device=told.device)
+        return torch.empty(noted.shape, dtype=noted.dtype, device=noted.device)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
@@ -336,10 +336,10 @@ def _masked(node: fx.Node, mode: FakeTensorMode) -> Any:
     None instead of the results where the mask turns nothing off, or has another length than they.
     """
     mask = node.args[-1]
-    told = node.meta["val"]
-    if not isinstance(mask, list | tuple) or all(mask) or len(mask) != len(told):
+    noted = node.meta["val"]
+    if not isinstance(mask, list | tuple) or all(mask) or len(mask) != len(noted):
         return None
-    return tuple(value if wanted else None for value, wanted in zip(told, mask, strict=True))
+    return tuple(value if computed else None for value, computed in zip(noted, mask, strict=True))
 
 
 def _norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
@@ -349,15 +349,15 @@ def _norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
     order of channels. Results that ``output_mask`` turns off are None.
     """
     fixed = _masked(node, mode)
-    told = list(node.meta["val"] if fixed is None else fixed)
+    results = list(node.meta["val"] if fixed is None else fixed)
     image: torch.Tensor = given(node)[0][1]
-    if told[0] is None or image.device.type != "cpu":
+    if results[0] is None or image.device.type != "cpu":
         return fixed
     with mode:
         like = torch.empty_like(image, memory_format=suggested_format(image))
-    if (told[0].dtype, told[0].stride()) == (like.dtype, like.stride()):
+    if (results[0].dtype, results[0].stride()) == (like.dtype, like.stride()):
         return fixed
-    return like, *told[1:]
+    return like, *results[1:]
 
 
 def _dense(node: fx.Node, mode: FakeTensorMode) -> Any:
@@ -469,12 +469,12 @@ def _bags(node: fx.Node, mode: FakeTensorMode) -> Any:
     trained = node.target is aten._embedding_bag.default
     bags = offsets.size(0) - (settings["include_last_offset"] and (trained or not sums))
     lengths = {1: 0 if quick else indices.size(0), 2: bags, 3: bags}
-    told = list(node.meta["val"])
-    wrong = [at for at, length in lengths.items() if told[at].dim() == 1 and told[at].size(0) != length]
+    results = list(node.meta["val"])
+    wrong = [at for at, length in lengths.items() if results[at].dim() == 1 and results[at].size(0) != length]
     with mode:
         for at in wrong:
-            told[at] = offsets.new_empty(lengths[at])
-    return tuple(told) if wrong else None
+            results[at] = offsets.new_empty(lengths[at])
+    return tuple(results) if wrong else None
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -56,11 +56,11 @@ def _batch_norm(overload: OpOverload) -> Callable[..., Any]:
     def fake(x: Tensor, *others: Any, **keywords: Any) -> Any:
         if x.device.type != "cpu":
             return NotImplemented
-        told = overload(*(_on_meta(value) for value in (x, *others)), **keywords)
-        result, _, _, *running = (torch.empty(value.shape, dtype=value.dtype, device=x.device) for value in told)
-        given = dict(zip(names, (x, *others), strict=False)) | keywords
-        length = x.size(1) if given.get("training", False) else 0
-        dtype = statistics_dtype(x, [given.get(name) for name in ("weight", "bias", "running_mean", "running_var")])
+        on_meta = overload(*(_on_meta(value) for value in (x, *others)), **keywords)
+        result, _, _, *running = (torch.empty(value.shape, dtype=value.dtype, device=x.device) for value in on_meta)
+        arguments = dict(zip(names, (x, *others), strict=False)) | keywords
+        length = x.size(1) if arguments.get("training", False) else 0
+        dtype = statistics_dtype(x, [arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var")])
         statistics = [torch.empty(length, dtype=dtype, device=x.device) for _ in range(2)]
         return (torch.empty_like(result, memory_format=suggested_format(x)), *statistics, *running)
 
@@ -88,8 +88,8 @@ def _batch_norm_backward(grad: Tensor, x: Tensor, *others: Any) -> Any:
     """
     if x.device.type != "cpu":
         return NotImplemented
-    told = aten.native_batch_norm_backward.default(*(_on_meta(value) for value in (grad, x, *others)))
-    first, *rest = (v if v is None else torch.empty(v.shape, dtype=v.dtype, device=x.device) for v in told)
+    on_meta = aten.native_batch_norm_backward.default(*(_on_meta(value) for value in (grad, x, *others)))
+    first, *rest = (v if v is None else torch.empty(v.shape, dtype=v.dtype, device=x.device) for v in on_meta)
     return (first if first is None else torch.empty_like(first, memory_format=suggested_format(x)), *rest)
 
 
@@ -107,10 +107,10 @@ def _pointwise(overload: OpOverload) -> Callable[..., Any]:
         devices = {operand.device.type for operand in operands}
         if "meta" in devices or len(devices) > 1 or all(operand.is_contiguous() for operand in operands):
             return NotImplemented
-        told = overload(*map(_on_meta, arguments), **{name: _on_meta(value) for name, value in keywords.items()})
-        if not isinstance(told, Tensor):
+        on_meta = overload(*map(_on_meta, arguments), **{name: _on_meta(value) for name, value in keywords.items()})
+        if not isinstance(on_meta, Tensor):
             return NotImplemented
-        noted = torch.empty_strided(told.shape, told.stride(), dtype=told.dtype, device=operands[0].device)
+        noted = torch.empty_strided(on_meta.shape, on_meta.stride(), dtype=on_meta.dtype, device=operands[0].device)
         mended = laid_out(overload, operands, noted)
         return noted if mended is None else mended
 

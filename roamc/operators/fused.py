@@ -99,8 +99,8 @@ class Fused(Composite):
     @functools.cached_property
     def results(self) -> tuple[fx.Node, ...]:
         """The nodes of ``body`` whose results are the group's, in the order in which they run."""
-        made = blocks.results_of(self.body)
-        return made[: len(made) - len(self.writes)]
+        outputs = blocks.results_of(self.body)
+        return outputs[: len(outputs) - len(self.writes)]
 
     @functools.cached_property
     def written(self) -> dict[fx.Node, fx.Node]:
@@ -190,16 +190,16 @@ class Fused(Composite):
         read, such as one element for each column, has not.
         """
         last = self.nodes[-1]
-        taken = {node for at, node in enumerate(last.args) if at not in ops.rule(last.target).overwrites}
-        taken.update(last.kwargs.values())
-        bases = {blocks.base_of(node) for node in taken if isinstance(node, fx.Node)}
-        made, steps = blocks.only_tensor(last), blocks.result_steps(last, self.matrix)
+        protected = {node for at, node in enumerate(last.args) if at not in ops.rule(last.target).overwrites}
+        protected.update(last.kwargs.values())
+        bases = {blocks.base_of(node) for node in protected if isinstance(node, fx.Node)}
+        result, steps = blocks.only_tensor(last), blocks.result_steps(last, self.matrix)
         return tuple(
             at
             for at, node in enumerate(placeholders(self.body))
             if node not in bases
             and isinstance(node.meta["val"], torch.Tensor)
-            and same_geometry(node.meta["val"], made)
+            and same_geometry(node.meta["val"], result)
             and blocks.input_steps(node, self.matrix) == steps
         )
 
@@ -242,8 +242,8 @@ class Fused(Composite):
     @functools.cached_property
     def _broadcasts(self) -> bool:
         """Whether some operand has one element for each row or column."""
-        seen = (blocks.input_steps(node, self.matrix) for node in placeholders(self.body))
-        return any(not all(steps) for steps in seen)
+        operand_steps = (blocks.input_steps(node, self.matrix) for node in placeholders(self.body))
+        return any(not all(steps) for steps in operand_steps)
 
     def block_bytes(self, threads: int) -> Bytes:
         """Return the bytes of the values inside the group that exist at one time, for one block.
@@ -278,8 +278,8 @@ class Fused(Composite):
     def laid_out(self, args: Sequence[torch.Tensor | float]) -> list[torch.Tensor | float]:
         """Return ``args``, copied where shape or strides are not those of the placeholder in ``body``."""
         return [
-            given if node is None or _as_expected(given, node) else _laid_out(given, node)  # type: ignore[arg-type]
-            for given, node in zip(args, self._expected, strict=True)
+            value if node is None or _as_expected(value, node) else _laid_out(value, node)  # type: ignore[arg-type]
+            for value, node in zip(args, self._expected, strict=True)
         ]
 
     def put_back(self, args: Sequence[torch.Tensor | float], lie: Sequence[torch.Tensor | float]) -> None:
@@ -304,27 +304,27 @@ class Fused(Composite):
         A group without results returns None.
         """
         if any(fake_mode_of(tensor) is not None for tensor in args):
-            made = self.run_members(args)[: len(self.results)]
-            return made if len(made) > 1 else next(iter(made), None)
+            results = self.run_members(args)[: len(self.results)]
+            return results if len(results) > 1 else next(iter(results), None)
         out = self.allocated()
         self.write(*args, out=out)
         return out
 
     def run_members(self, args: Sequence[torch.Tensor | float]) -> tuple[torch.Tensor, ...]:
         """Run the members one after the other; return the results, then what is to be written to arguments."""
-        made = fx.Interpreter(fx.GraphModule({}, self.body)).run(*args)
-        return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+        outputs = fx.Interpreter(fx.GraphModule({}, self.body)).run(*args)
+        return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
     def allocated(self) -> Any:
         """Return new, unset memory for the result, or a tuple for several; None without results."""
-        made = [blocks.only_tensor(node) for node in self.results]
-        outs = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in made)
+        tensors = [blocks.only_tensor(node) for node in self.results]
+        outs = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors)
         return outs if len(outs) > 1 else next(iter(outs), None)
 
 
-def same_geometry(tensor: torch.Tensor, made: torch.Tensor) -> bool:
-    """Whether ``tensor`` and ``made`` have the same dtype, shape and strides."""
-    return (tensor.dtype, tensor.shape, tensor.stride()) == (made.dtype, made.shape, made.stride())
+def same_geometry(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether ``tensor`` and ``other`` have the same dtype, shape and strides."""
+    return (tensor.dtype, tensor.shape, tensor.stride()) == (other.dtype, other.shape, other.stride())
 
 
 def _as_expected(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -339,8 +339,8 @@ def _laid_out(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return a copy of ``tensor`` with the strides of ``expected``: one element where a dimension is expanded."""
     for dim, stride in enumerate(expected.stride()):
         tensor = tensor.narrow(dim, 0, 1) if not stride and tensor.shape[dim] else tensor
-    made = torch.empty_strided(tensor.shape, expected.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor).expand(expected.shape)
+    copy = torch.empty_strided(tensor.shape, expected.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor).expand(expected.shape)
 
 
 def _sees_another(reader: fx.Node, argument: fx.Node, matrix: Matrix) -> bool:
@@ -359,10 +359,10 @@ def _misfit_of_operands(members: Sequence[fx.Node], matrix: Matrix, threads: int
                 return f"{node.name} sees {argument.name} otherwise than it is made"
     steps: list[blocks.Steps | None] = []
     for argument, users in readers.items():
-        seen = {blocks.operand_steps(user, argument, matrix) for user in users}
-        if len(seen) != 1:
+        argument_steps = {blocks.operand_steps(user, argument, matrix) for user in users}
+        if len(argument_steps) != 1:
             return f"{argument.name} is read in two ways"
-        steps += seen - {blocks.AS_IT_IS}
+        steps += argument_steps - {blocks.AS_IT_IS}
     sparse = any(step is None or not all(step) for step in steps)
     called = [node for node in members if not ops.is_view(node.target)]
     if not blocks.may_block(called, matrix, threads, broadcast=sparse):
@@ -400,8 +400,8 @@ def fuse(
         versions.take(node)
     stands_for = tuple(node.name for node in in_place.writers(members))
     last = {at: value for at, node in enumerate(read) if (value := versions.written(node)) is not None}
-    made = (*(versions.now(node) for node in results or (() if stands_for else (root,))), *last.values())
-    body.output(made if len(made) > 1 else made[0])
+    outputs = (*(versions.now(node) for node in results or (() if stands_for else (root,))), *last.values())
+    body.output(outputs if len(outputs) > 1 else outputs[0])
     matrix = kind.frame(root)
     if matrix is None:
         raise ValueError(f"{root.name} has no rows")

@@ -61,10 +61,10 @@ class Versions:
             self._written[own] = self.now(node.args[1])  # type: ignore[arg-type]
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.now)
-        made = self.body.create_node("call_function", value, args, kwargs, name=node.name)
-        made.name = node.name
-        made.meta = {**node.meta, STORAGES: (new_id(own.nbytes),)}
-        self._written[own] = made
+        version = self.body.create_node("call_function", value, args, kwargs, name=node.name)
+        version.name = node.name
+        version.meta = {**node.meta, STORAGES: (new_id(own.nbytes),)}
+        self._written[own] = version
 
 
 def copies(node: fx.Node) -> bool:
@@ -91,9 +91,9 @@ def unfit(members: Sequence[fx.Node]) -> str:
     sources: list[fx.Node] = []
     for node in writers(members):
         into = node.args[0] if node.args else None
-        said = _unfit_writer(node, into, inside)
-        if said or not isinstance(into, fx.Node):
-            return said or f"{node.name} writes no tensor"
+        reason = _unfit_writer(node, into, inside)
+        if reason or not isinstance(into, fx.Node):
+            return reason or f"{node.name} writes no tensor"
         written.setdefault(_ids(into)[0], into)
         if copies(node):
             sources.append(node.args[1])  # type: ignore[arg-type]
@@ -115,13 +115,13 @@ def unfit(members: Sequence[fx.Node]) -> str:
 def _unfit_writer(node: fx.Node, into: object, inside: set[fx.Node]) -> str:
     if value_form(node.target) is None or not isinstance(into, fx.Node):
         return f"{node.name} writes otherwise than over its first argument"
-    made = into.meta.get("val")
-    if not isinstance(made, torch.Tensor) or not fills_storage(made) or made.is_conj() or made.is_neg():
+    written = into.meta.get("val")
+    if not isinstance(written, torch.Tensor) or not fills_storage(written) or written.is_conj() or written.is_neg():
         return f"{node.name} writes a part of a storage"
     if any(user not in inside for user in node.users):
         return f"{node.name} is read outside"
     tensors = [argument.meta.get("val") for argument in node.all_input_nodes]
-    if any(isinstance(tensor, torch.Tensor) and tensor.dtype is not made.dtype for tensor in tensors):
+    if any(isinstance(tensor, torch.Tensor) and tensor.dtype is not written.dtype for tensor in tensors):
         return f"{node.name} converts what it writes"
     if not copies(node):
         return ""

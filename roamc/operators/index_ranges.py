@@ -48,8 +48,8 @@ def rows(node: fx.Node) -> Range:
 def classes(node: fx.Node) -> Range:
     """Return the range of class labels of the loss ``node``: those that ``self`` scores, and ``ignore_index``."""
     shape, ignored = _shape(node, "self"), int(_argument(node, "ignore_index"))
-    known = _below(shape[1] if len(shape) > 1 else shape[0])
-    return Range(min(ignored, known.low), max(ignored, known.high))
+    scored = _below(shape[1] if len(shape) > 1 else shape[0])
+    return Range(min(ignored, scored.low), max(ignored, scored.high))
 
 
 def _below(count: int) -> Range:

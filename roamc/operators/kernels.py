@@ -395,8 +395,8 @@ def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float, *, out: Te
         out.copy_(mask)
         torch.mul(grad, out, out=out)
     else:
-        for part, kept in zip(_pieces(out), _pieces(mask), strict=True):
-            part.mul_(kept.to(part.dtype))
+        for part, mask_part in zip(_pieces(out), _pieces(mask), strict=True):
+            part.mul_(mask_part.to(part.dtype))
     out.mul_(scale)
 
 
@@ -456,8 +456,8 @@ def embedding_dense_backward(
         return
     rows, flat = grad.reshape(-1, grad.size(-1)), indices.reshape(-1)
     if padding_idx >= 0:
-        wanted = flat != padding_idx
-        rows, flat = rows[wanted], flat[wanted]
+        not_padding = flat != padding_idx
+        rows, flat = rows[not_padding], flat[not_padding]
     out.zero_()
     if out.dtype in WIDE:
         out.index_add_(0, flat, rows)

@@ -100,9 +100,9 @@ def rule(target: Target) -> OpRule:
 
     Of a function, or a higher-order operator, the rule says that it may draw, keeps its place and must not run again.
     """
-    kept = RULES.get(id(target))
-    if kept is not None:
-        return kept[1]
+    cached = RULES.get(id(target))
+    if cached is not None:
+        return cached[1]
     if isinstance(target, Composite):
         own: OpRule = target.rule
         return own
@@ -241,9 +241,9 @@ def reads_elsewhere(node: fx.Node, position: int, storages_of: StoragesOf, besid
 
     Tensors in lists and keyword arguments count. ``storages_of`` says of a node which storages it lies in.
     """
-    rest = [value for at, value in enumerate(node.args) if at != position and at not in besides]
+    other_values = [value for at, value in enumerate(node.args) if at != position and at not in besides]
     others: list[fx.Node] = []
-    fx.map_arg((rest, node.kwargs), others.append)
+    fx.map_arg((other_values, node.kwargs), others.append)
     argument = node.args[position] if position < len(node.args) else None
     if not others or not isinstance(argument, fx.Node):
         return False
@@ -252,8 +252,8 @@ def reads_elsewhere(node: fx.Node, position: int, storages_of: StoragesOf, besid
 
 def is_view(target: Target) -> bool:
     """Whether a call of ``target`` only makes views, or picks one result of several: it is no step of an order."""
-    found = rule(target)
-    return bool(found.view_of) and not found.mutates
+    op_rule = rule(target)
+    return bool(op_rule.view_of) and not op_rule.mutates
 
 
 def misread(node: fx.Node) -> list[tuple[fx.Node, torch.memory_format]]:
@@ -261,13 +261,13 @@ def misread(node: fx.Node) -> list[tuple[fx.Node, torch.memory_format]]:
 
     See :attr:`roamc.operators.table.Facts.dense`; a copy of the argument in that format has the strides that fit.
     """
-    found = rule(node.target)
-    if not found.dense and not found.unit_stride:
+    op_rule = rule(node.target)
+    if not op_rule.dense and not op_rule.unit_stride:
         return []
-    first = None if found.format_of is None else _tensor_at(node, found.format_of)
+    first = None if op_rule.format_of is None else _tensor_at(node, op_rule.format_of)
     form = torch.contiguous_format if first is None else suggested_format(first)
-    wrong = [at for at in found.dense if not _lies_in(_tensor_at(node, at), form)]
-    wrong += [at for at in found.unit_stride if _strided(_tensor_at(node, at))]
+    wrong = [at for at in op_rule.dense if not _lies_in(_tensor_at(node, at), form)]
+    wrong += [at for at in op_rule.unit_stride if _strided(_tensor_at(node, at))]
     return [(node.args[at], form) for at in wrong]  # type: ignore[misc]
 
 
@@ -315,22 +315,22 @@ def needs(target: Target, args: Sequence[object]) -> Mapping[int, Need]:
     Returns:
         Position of an argument to what the call needs of it: SHAPE or SIGN. Of tensors elsewhere it needs the elements.
     """
-    found = rule(target)
-    if not found.shape_of and found.compares is None:
+    op_rule = rule(target)
+    if not op_rule.shape_of and op_rule.compares is None:
         return {}
-    known = dict.fromkeys(found.shape_of, Need.SHAPE)
-    if found.compares is not None:
-        tensor, number = found.compares
+    needed = dict.fromkeys(op_rule.shape_of, Need.SHAPE)
+    if op_rule.compares is not None:
+        tensor, number = op_rule.compares
         against = args[number] if number < len(args) else None
         if isinstance(against, int | float) and against == 0:
-            known[tensor] = Need.SIGN
-    return known
+            needed[tensor] = Need.SIGN
+    return needed
 
 
 def has_effect(target: Target) -> bool:
     """Whether ``target`` changes anything beside its results."""
-    found = rule(target)
-    return bool(found.mutates) or found.may_draw or found.collective or found.ordered
+    op_rule = rule(target)
+    return bool(op_rule.mutates) or op_rule.may_draw or op_rule.collective or op_rule.ordered
 
 
 def must_run(target: Target) -> bool:

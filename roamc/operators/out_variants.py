@@ -114,10 +114,10 @@ def _form(target: OpOverload, device: str) -> Form:
     kernel = kernel_of(target)
     if kernel is not None and device in kernel.devices:
         return Form(FormKind.KERNEL)
-    found = out_overload(target) if device != "meta" else None  # meta: results that nobody reads, until erased
+    variant = out_overload(target) if device != "meta" else None  # meta: results that nobody reads, until erased
     writes = rule(target).out_form in (OutForm.WRITES, OutForm.IN_ROWS)
-    if found is not None and writes and runs_on(found[0].name(), device):
-        return Form(FormKind.OUT, *found)
+    if variant is not None and writes and runs_on(variant[0].name(), device):
+        return Form(FormKind.OUT, *variant)
     return ALLOCATE
 
 
@@ -138,17 +138,17 @@ def out_overload(target: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | Non
     Returns:
         The overload, and the names of these keywords in the order of the results; None if there is none.
     """
-    wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    arguments = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
     packet = target.overloadpacket
     for name in packet.overloads():
         overload = getattr(packet, name)
-        outs, rest = [], []
+        outs, inputs = [], []
         for argument in overload._schema.arguments:
             written = argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
             if written:
                 outs.append(argument.name)
             else:
-                rest.append((argument.name, str(argument.type)))
-        if outs and rest == wanted and len(outs) == len(target._schema.returns):
+                inputs.append((argument.name, str(argument.type)))
+        if outs and inputs == arguments and len(outs) == len(target._schema.returns):
             return overload, tuple(outs)
     return None

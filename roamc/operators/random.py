@@ -59,14 +59,14 @@ def replay(state: torch.Tensor, operator: Any, *args: Any, **kwargs: Any) -> Any
     Returns:
         What ``operator`` returns.
     """
-    given = kwargs.get("device")
-    device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device(given or "cpu"))
-    now = save_rng_state(device)
+    device_argument = kwargs.get("device")
+    device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device(device_argument or "cpu"))
+    present_state = save_rng_state(device)
     _set(device, state)
     try:
         return operator(*args, **kwargs)
     finally:
-        _set(device, now)
+        _set(device, present_state)
 
 
 def _set(device: torch.device, state: torch.Tensor) -> None:

@@ -202,5 +202,5 @@ def can_start(node: fx.Node) -> bool:
     if node.target not in STARTS or node.kwargs or not isinstance(node.args[0], fx.Node):
         return False
     sent, reduction = node.args[0].meta["val"], node.args[1]
-    known = not isinstance(reduction, str) or reduction.lower() in REDUCTIONS
-    return known and bool(sent.is_contiguous()) and not (sent.is_conj() or sent.is_neg())
+    supported = not isinstance(reduction, str) or reduction.lower() in REDUCTIONS
+    return supported and bool(sent.is_contiguous()) and not (sent.is_conj() or sent.is_neg())

@@ -21,11 +21,11 @@ PACKED: Bytes = 64 << 10
 """Bytes that products in half precision take for each thread in the backward pass."""
 
 
-def per_thread(call: Call, made: torch.Tensor) -> Bytes:
+def per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in a call of fused attention forward.
 
     They are a block of scores, the block's rows of the result, and the largest score and the sum of every row, in
-    float32; in half precision also a copy of the block of scores in that precision. The call's first result ``made`` is
+    float32; in half precision also a copy of the block of scores in that precision. The call's first ``result`` is
     not read.
     """
     query, key = tensor_at(call, 0), tensor_at(call, 1)
@@ -33,22 +33,22 @@ def per_thread(call: Call, made: torch.Tensor) -> Bytes:
     return sums + _block(query, key) * (4 if query.itemsize == 4 else 6)
 
 
-def backward(call: Call, made: torch.Tensor) -> Bytes:
+def backward(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that a call of fused attention backward takes beside those of each thread.
 
     They are those of a copy of the result's gradient, ``[batch, heads, queries, head]``, which is made unless it lies
-    in memory as a contiguous ``[batch, queries, heads, head]``. The call's first result ``made`` is not read.
+    in memory as a contiguous ``[batch, queries, heads, head]``. The call's first ``result`` is not read.
     """
     gradient = tensor_at(call, 0)
     return 0 if gradient.transpose(1, 2).is_contiguous() else gradient.numel() * gradient.itemsize
 
 
-def backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+def backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in a call of fused attention backward.
 
     They are a block of scores and a block of their gradients in float32. In half precision the thread has both in that
-    precision too, the gradients of one head's keys and values in float32, and :data:`PACKED`. The call's first result
-    ``made`` is not read.
+    precision too, the gradients of one head's keys and values in float32, and :data:`PACKED`. The call's first
+    ``result`` is not read.
     """
     query, key = tensor_at(call, 1), tensor_at(call, 2)
     if query.itemsize == 4:
@@ -71,8 +71,8 @@ def causal_share(queries: int, keys: int) -> float:
     together, computed = _together(queries), 0
     for first in range(0, queries, together):
         end = min(first + together, queries)
-        seen = -(-min(end, keys) // KEYS) * KEYS
-        computed += (end - first) * min(seen, keys)
+        visible = -(-min(end, keys) // KEYS) * KEYS
+        computed += (end - first) * min(visible, keys)
     return computed / max(queries * keys, 1)
 
 

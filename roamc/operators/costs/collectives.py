@@ -21,48 +21,48 @@ PIECES: Bytes = 2 << 20
 """The most bytes of the pieces of one collective that are under way at a time."""
 
 
-def reduced(call: Call, made: torch.Tensor) -> Bytes:
+def reduced(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of an all-reduce; for more than two ranks it is at the upper end."""
-    return _pieces(_bytes_of(made))
+    return _pieces(_bytes_of(result))
 
 
-def reduced_together(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of an all-reduce of several tensors; ``made`` is not read."""
+def reduced_together(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of an all-reduce of several tensors; ``result`` is not read."""
     nbytes = sum(map(_bytes_of, tensors_in(fakes(call.args[0]))))
     return nbytes + _pieces(nbytes)
 
 
-def gathered(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of an all-gather, whose result is ``made``."""
-    return _bytes_of(made)
+def gathered(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of an all-gather, whose result is ``result``."""
+    return _bytes_of(result)
 
 
-def scattered(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a reduce-scatter; its result ``made`` is one of equal parts."""
+def scattered(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a reduce-scatter; its ``result`` is one of equal parts."""
     (read,) = tensors_in(fakes(call.args[0]))
-    return _bytes_of(read) + min(_bytes_of(made), PIECES)
+    return _bytes_of(read) + min(_bytes_of(result), PIECES)
 
 
-def rows_of_all(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes that ``all_gather_mm`` gathers, 0 where they are a result of it; ``made`` is not read."""
+def rows_of_all(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that ``all_gather_mm`` gathers, 0 where they are a result of it; ``result`` is not read."""
     rows, _, group_size, _, whole = fakes(call.args)
     return 0 if whole else _bytes_of(rows) * int(group_size)
 
 
-def gathered_for_products(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of ``all_gather_mm``; ``made`` is not read."""
+def gathered_for_products(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of ``all_gather_mm``; ``result`` is not read."""
     rows, _, group_size, *_ = fakes(call.args)
-    return rows_of_all(call, made) + _bytes_of(rows) * int(group_size)
+    return rows_of_all(call, result) + _bytes_of(rows) * int(group_size)
 
 
-def whole_product(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes of the product of which ``mm_reduce_scatter`` makes this rank's part, ``made``."""
-    return _bytes_of(made) * int(call.args[3])
+def whole_product(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes of the product of which ``mm_reduce_scatter`` makes this rank's part, ``result``."""
+    return _bytes_of(result) * int(call.args[3])
 
 
-def scattered_product(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of ``mm_reduce_scatter``, whose result is ``made``."""
-    return 2 * whole_product(call, made) + min(_bytes_of(made), PIECES)
+def scattered_product(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of ``mm_reduce_scatter``, whose result is ``result``."""
+    return 2 * whole_product(call, result) + min(_bytes_of(result), PIECES)
 
 
 def _pieces(nbytes: Bytes) -> Bytes:

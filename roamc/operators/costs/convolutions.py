@@ -36,22 +36,22 @@ def _by_onednn(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype in HALF and onednn_takes(dtype))
 
 
-def forward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``aten.convolution``, whose result is ``made``, beside each thread's.
+def forward(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of an ``aten.convolution`` whose result is ``result``, beside each thread's.
 
     See :func:`forward_per_thread` for what each thread takes.
     """
     image, weight = tensor_at(call, 0), tensor_at(call, 1)
     if not _by_onednn(image.dtype):
-        return _columns(weight, image if call.args[6] else made)
+        return _columns(weight, image if call.args[6] else result)
     again = weight.nbytes + SMALL
     if _channels_last(image):
         return again + _of_groups(weight, call.args[8])
-    return again + (_transposed(image, made, call.args[3]) if call.args[6] else _forward(image, weight, made))
+    return again + (_transposed(image, result, call.args[3]) if call.args[6] else _forward(image, weight, result))
 
 
-def forward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``aten.convolution``; its result ``made`` is not read.
+def forward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of ``aten.convolution``; its ``result`` is not read.
 
     Channels last and transposed: an image. A 1 x 1 convolution with strides: the pixels that it gathers of an image. In
     torch's own kernel, transposed and in 16 bits: the matrix of windows of one image in float32.
@@ -66,26 +66,26 @@ def forward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
     return SMALL + (of_image // strides if strides > 1 and prod(weight.shape[2:]) == 1 else 0)
 
 
-def _forward(image: torch.Tensor, weight: torch.Tensor, made: torch.Tensor) -> Bytes:
+def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> Bytes:
     """Copies of image and result in blocks; in float32 the image's is freed before the result is put in order."""
     pointwise = prod(weight.shape[2:]) == 1
     if image.dtype is not torch.float32:
-        return _blocks(made) + (_blocks(image) if pointwise else _packed(image))
+        return _blocks(result) + (_blocks(image) if pointwise else _packed(image))
     if pointwise:
-        return max(_blocked(image), _blocked(made))
-    return max(_blocks(made), _packed(image) + _blocks(made) - made.nbytes)
+        return max(_blocked(image), _blocked(result))
+    return max(_blocks(result), _packed(image) + _blocks(result) - result.nbytes)
 
 
-def _transposed(image: torch.Tensor, made: torch.Tensor, strides: list[int]) -> Bytes:
+def _transposed(image: torch.Tensor, result: torch.Tensor, strides: list[int]) -> Bytes:
     """Twice the larger of image and result in blocks; for stride 1 at least what the gradient of an image takes."""
-    most = 2 * max(_packed(image), _packed(made))
-    return most if prod(strides) > 1 else max(most, _blocks(image) + _blocks(made) - made.nbytes)
+    most = 2 * max(_packed(image), _packed(result))
+    return most if prod(strides) > 1 else max(most, _blocks(image) + _blocks(result) - result.nbytes)
 
 
-def backward(call: Call, made: torch.Tensor) -> Bytes:
+def backward(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``aten.convolution_backward`` beside each thread's.
 
-    See :func:`backward_per_thread` for what each thread takes. The call's first result ``made`` is not read.
+    See :func:`backward_per_thread` for what each thread takes. The call's first ``result`` is not read.
     """
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if not _by_onednn(image.dtype):
@@ -106,12 +106,12 @@ def backward(call: Call, made: torch.Tensor) -> Bytes:
     return most + again
 
 
-def backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+def backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in a call of ``aten.convolution_backward``.
 
     Channels last or in 16 bits: one image and its gradient; small groups with large windows: the weight twice; windows
     wider than :data:`WIDEST`: one image's matrix of windows and several gradients of the weight in float32. In torch's
-    own kernel, in 16 bits: one image's matrix of windows, and again in float32. The call's first result ``made`` is not
+    own kernel, in 16 bits: one image's matrix of windows, and again in float32. The call's first ``result`` is not
     read.
     """
     gradient, image, weight = (tensor_at(call, at) for at in range(3))

@@ -31,25 +31,25 @@ TALL = 11 / 6
 """Matrices whose longer side is more than this many times the shorter are made square first."""
 
 
-def exponential(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_matrix_exp``, whose first result is ``made``.
+def exponential(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``linalg_matrix_exp``, whose first result is ``result``.
 
     It holds powers of the matrix and sums of them, see :data:`EXPONENTIAL`.
     """
-    count = _matrices(made)
-    return made.nbytes * (EXPONENTIAL if count == 1 else EXPONENTIALS) + 2 * FLAGS * count
+    count = _matrices(result)
+    return result.nbytes * (EXPONENTIAL if count == 1 else EXPONENTIALS) + 2 * FLAGS * count
 
 
-def inverse(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_inv_ex``, whose first result is ``made``.
+def inverse(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``linalg_inv_ex``, whose first result is ``result``.
 
     It holds the factors, a pivot for each row of the result, and LAPACK's status for each matrix, see :data:`FLAGS`.
     """
-    return made.nbytes + rows_of(made) * PIVOT + _matrices(made) * FLAGS
+    return result.nbytes + rows_of(result) * PIVOT + _matrices(result) * FLAGS
 
 
-def pivots(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of a determinant or ``lu_unpack``; its first result ``made`` is not read.
+def pivots(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of a determinant or ``lu_unpack``; its first ``result`` is not read.
 
     It holds two pivots for each row of the first argument, and a status for each matrix, see :data:`FLAGS`.
     """
@@ -57,8 +57,8 @@ def pivots(call: Call, made: torch.Tensor) -> Bytes:
     return rows_of(read) * 2 * PIVOT + _matrices(read) * FLAGS
 
 
-def singular(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_linalg_svd``; its first result ``made`` is not read.
+def singular(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_linalg_svd``; its first ``result`` is not read.
 
     It holds a copy of the argument, and LAPACK's buffer for one matrix. With vectors the buffer holds three squares of
     the shorter side, or four if the matrix is made square first.
@@ -74,19 +74,19 @@ def singular(call: Call, made: torch.Tensor) -> Bytes:
     return read.nbytes + buffer * read.itemsize
 
 
-def pseudo_inverse(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_pinv``, whose first result is ``made``.
+def pseudo_inverse(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``linalg_pinv``, whose first result is ``result``.
 
     It holds singular vectors, products of them, and LAPACK's buffer.
     """
-    short = min(made.shape[-2:])
-    squares = _matrices(made) * short * short * made.itemsize
-    first = made.nbytes + (LINES + 4 * short) * short * made.itemsize
-    return squares + max(first, 2 * made.nbytes) + 3 * squares // max(1, short)
+    short = min(result.shape[-2:])
+    squares = _matrices(result) * short * short * result.itemsize
+    first = result.nbytes + (LINES + 4 * short) * short * result.itemsize
+    return squares + max(first, 2 * result.nbytes) + 3 * squares // max(1, short)
 
 
-def eigen(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_linalg_eigh``; its first result ``made`` is not read.
+def eigen(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_linalg_eigh``; its first ``result`` is not read.
 
     It is LAPACK's buffer for one matrix, as large as two such matrices and :data:`LINES` rows.
     """
@@ -94,12 +94,12 @@ def eigen(call: Call, made: torch.Tensor) -> Bytes:
     return (2 * side + LINES) * side * tensor_at(call, 0).itemsize
 
 
-def reflectors(call: Call, made: torch.Tensor) -> Bytes:
+def reflectors(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``linalg_qr`` or ``linalg_householder_product``.
 
     It is a factor for each row or column of the shorter side, and LAPACK's buffer for one matrix: 3/8 of its longer
     sides up to 192, then 3/16, and 96 at least if there are so many. One thread alone takes a third. The call's first
-    result ``made`` is not read.
+    ``result`` is not read.
     """
     read = tensor_at(call, 0)
     short, long = sorted(read.shape[-2:])
@@ -107,12 +107,12 @@ def reflectors(call: Call, made: torch.Tensor) -> Bytes:
     return _matrices(read) * short * read.itemsize + lines * long * read.itemsize
 
 
-def copied_factor(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``cholesky_solve``, whose first result is ``made``.
+def copied_factor(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``cholesky_solve``, whose first result is ``result``.
 
     It holds a copy of the factor, and LAPACK's status for each matrix, see :data:`FLAGS`.
     """
-    return tensor_at(call, 1).nbytes + _matrices(made) * FLAGS
+    return tensor_at(call, 1).nbytes + _matrices(result) * FLAGS
 
 
 def _matrices(tensor: torch.Tensor) -> int:

@@ -21,16 +21,16 @@ SPREAD = 16
 """Rows with one index each are sorted from this many columns on; narrower ones are scattered element by element."""
 
 
-def largest_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``topk``; its first result ``made`` is not read.
+def largest_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of ``topk``; its first ``result`` is not read.
 
     They are a value and an index of 8 bytes each for every element along ``dim``.
     """
     return 2 * INDEX * _along(call)
 
 
-def sorted_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``sort``, at most; its first result ``made`` is not read.
+def sorted_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of ``sort``, at most; its first ``result`` is not read.
 
     They are an index of 8 bytes for every element along ``dim``.
     """
@@ -44,19 +44,19 @@ def _along(call: Call) -> int:
     return read.shape[dim] if read.dim() else 1
 
 
-def index_add(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``index_add``, whose first result is ``made``.
+def index_add(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``index_add``, whose first result is ``result``.
 
     Along the first dimension it is five numbers of 8 bytes for every index, which are sorted. Along the last, in half
     precision, it is the result in float32.
     """
-    dim = call.args[1] % max(1, made.dim())
+    dim = call.args[1] % max(1, result.dim())
     ordered = 5 * INDEX * tensor_at(call, 2).numel() if dim == 0 else 0
-    return ordered + (4 * made.numel() if made.itemsize == 2 and dim == made.dim() - 1 else 0)
+    return ordered + (4 * result.numel() if result.itemsize == 2 and dim == result.dim() - 1 else 0)
 
 
-def bags(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_embedding_bag``; its first result ``made`` is not read.
+def bags(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_embedding_bag``; its first ``result`` is not read.
 
     It is a number of 8 bytes for every bag; for means one for every index, if these are more.
     """
@@ -64,8 +64,8 @@ def bags(call: Call, made: torch.Tensor) -> Bytes:
     return INDEX * (max(indices.numel(), offsets.numel()) if _mode(call, 4) == MEAN else offsets.numel())
 
 
-def bags_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_embedding_bag_backward``; its first result ``made`` is not read.
+def bags_backward(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_embedding_bag_backward``; its first ``result`` is not read.
 
     It is five numbers of 8 bytes for every index: index and place, both sorted as well, and bag. For largest elements
     it is an element and a number for every element of the gradient, and a number for every bag.
@@ -76,11 +76,11 @@ def bags_backward(call: Call, made: torch.Tensor) -> Bytes:
     return 5 * INDEX * indices.numel()
 
 
-def bags_dense_backward(call: Call, made: torch.Tensor) -> Bytes:
+def bags_dense_backward(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``_embedding_bag_dense_backward``.
 
     It is four numbers of 8 bytes for every index: index and place, both sorted as well. For largest elements it is an
-    element and a number for every element of the gradient, and a number for every bag. The call's first result ``made``
+    element and a number for every element of the gradient, and a number for every bag. The call's first ``result``
     is not read.
     """
     gradient, indices = tensor_at(call, 0), tensor_at(call, 1)
@@ -93,8 +93,8 @@ def _mode(call: Call, position: int) -> int:
     return call.args[position] if len(call.args) > position else 0
 
 
-def median(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``median`` or ``nanmedian``; its first result ``made`` is not read.
+def median(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``median`` or ``nanmedian``; its first ``result`` is not read.
 
     It is a copy of the argument to sort; 0 if the call has a dimension and the elements along it lie side by side.
     """
@@ -103,20 +103,20 @@ def median(call: Call, made: torch.Tensor) -> Bytes:
     return 0 if ordered else read.nbytes
 
 
-def scatter_reduce(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``scatter_reduce``, whose first result is ``made``.
+def scatter_reduce(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``scatter_reduce``, whose first result is ``result``.
 
     If each row has one index, it is four numbers of 8 bytes for every row: torch sorts the rows. Else a mean takes a
     tensor like the result, one like the larger of result and source, and a byte (four in half precision) for every
     element of the result; any other reduction takes the result in float32 in half precision, else nothing.
     """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
-    half = made.itemsize == 2 and made.is_floating_point()
+    half = result.itemsize == 2 and result.is_floating_point()
     if _by_rows(tensor_at(call, 0), call.args[1], index, source):
         return 4 * INDEX * index.shape[0]
     if call.args[4] != "mean":
-        return 4 * made.numel() if half else 0
-    return made.nbytes + max(made.nbytes, source.nbytes) + made.numel() * (4 if half else 1)
+        return 4 * result.numel() if half else 0
+    return result.nbytes + max(result.nbytes, source.nbytes) + result.numel() * (4 if half else 1)
 
 
 def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> bool:
@@ -128,20 +128,20 @@ def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.
     return expanded and wide and tensor.is_contiguous() and source.is_contiguous()
 
 
-def index_reduce(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``index_reduce``, whose first result is ``made``.
+def index_reduce(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``index_reduce``, whose first result is ``result``.
 
     It is 0, except for mode "mean". A mean takes a tensor of ones as large as the source, their sums, as large as the
     result, and four integers of 8 bytes for every index.
     """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
-    return made.nbytes + source.nbytes + 4 * INDEX * index.numel() if call.args[4] == "mean" else 0
+    return result.nbytes + source.nbytes + 4 * INDEX * index.numel() if call.args[4] == "mean" else 0
 
 
-def masked_scatter_backward(call: Call, made: torch.Tensor) -> Bytes:
+def masked_scatter_backward(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``masked_scatter_backward``.
 
     It holds the mask as integers of 8 bytes, and their running sums. The number is that of several threads: one thread
-    alone takes up to three times these bytes. The call's first result ``made`` is not read.
+    alone takes up to three times these bytes. The call's first ``result`` is not read.
     """
     return 2 * INDEX * tensor_at(call, 1).numel()

@@ -21,29 +21,29 @@ FOURIER: Bytes = 104
 """Bytes that a Fourier transform takes for every element along the longest dimension that it transforms."""
 
 
-def first_again(call: Call, made: torch.Tensor) -> Bytes:
+def first_again(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call that copies its first argument, or makes one tensor of its size.
 
-    The call's first result ``made`` is not read.
+    The call's first ``result`` is not read.
     """
     return tensor_at(call, 0).nbytes
 
 
-def dropout_piece(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of roamc's ``native_dropout_backward``, whose result is ``made``.
+def dropout_piece(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of roamc's ``native_dropout_backward``, whose result is ``result``.
 
-    It is one piece of the mask, see :func:`roamc.operators.kernels.piece_elements`, in the dtype of ``made``.
+    It is one piece of the mask, see :func:`roamc.operators.kernels.piece_elements`, in the dtype of ``result``.
     """
-    return piece_elements(tensor_at(call, 0)) * made.itemsize
+    return piece_elements(tensor_at(call, 0)) * result.itemsize
 
 
-def piece_of_a_mask(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``counter_mask``, whose result is ``made``, outside of groups."""
-    return min(PIECE_BYTES, PIECE_BYTES // PIECE * made.numel())
+def piece_of_a_mask(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``counter_mask``, whose result is ``result``, outside of groups."""
+    return min(PIECE_BYTES, PIECE_BYTES // PIECE * result.numel())
 
 
-def batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``native_batch_norm_backward``; its first result ``made`` is not read.
+def batch_norm_backward(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``native_batch_norm_backward``; its first ``result`` is not read.
 
     It is a copy of the gradient, in float32 if the gradient has half precision and other strides than the image.
     """
@@ -52,46 +52,46 @@ def batch_norm_backward(call: Call, made: torch.Tensor) -> Bytes:
     return gradient.nbytes if alike else 4 * gradient.numel()
 
 
-def summed(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``sum``, whose first result is ``made``.
+def summed(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``sum``, whose first result is ``result``.
 
     It is the argument converted to the result's dtype, if the two dtypes differ. If they are the same, it is 0, except
     in half precision if the summed dimensions do not lie in memory as one: then it is the argument in float32.
     """
     read = tensor_at(call, 0)
-    if read.dtype != made.dtype:
-        return read.numel() * made.itemsize
+    if read.dtype != result.dtype:
+        return read.numel() * result.itemsize
     scattered = not _in_one_row(read, call.args[1] if len(call.args) > 1 else ())
     return read.numel() * 4 if scattered and _is_half(read) else 0
 
 
-def averaged(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``mean``, whose first result is ``made``.
+def averaged(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``mean``, whose first result is ``result``.
 
     It is the argument converted to the result's dtype, if the two dtypes differ. If they are the same, it is argument
     and result in float32 in half precision, else 0.
     """
     read = tensor_at(call, 0)
-    if read.dtype != made.dtype:
-        return read.numel() * made.itemsize
-    return (read.numel() + made.numel()) * 4 if _is_half(read) else 0
+    if read.dtype != result.dtype:
+        return read.numel() * result.itemsize
+    return (read.numel() + result.numel()) * 4 if _is_half(read) else 0
 
 
 def _is_half(tensor: torch.Tensor) -> bool:
     return tensor.itemsize == 2 and tensor.is_floating_point()
 
 
-def cast_to_result(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of a reduction, whose first result is ``made``.
+def cast_to_result(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of a reduction, whose first result is ``result``.
 
     It is the first argument converted to the result's dtype, if the two dtypes differ and the argument is real; else 0.
     """
     read = tensor_at(call, 0)
-    return 0 if read.dtype == made.dtype or read.is_complex() else read.numel() * made.itemsize
+    return 0 if read.dtype == result.dtype or read.is_complex() else read.numel() * result.itemsize
 
 
-def fourier(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_fft_r2c`` or ``_fft_c2c``; its first result ``made`` is not read.
+def fourier(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_fft_r2c`` or ``_fft_c2c``; its first ``result`` is not read.
 
     It is a buffer for one row along the longest dimension that is transformed, and a copy of the argument if the
     dimensions that are not transformed do not lie as one in memory.
@@ -99,8 +99,8 @@ def fourier(call: Call, made: torch.Tensor) -> Bytes:
     return _batched(tensor_at(call, 0), call.args[1])
 
 
-def fourier_to_real(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_fft_c2r``; its first result ``made`` is not read.
+def fourier_to_real(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_fft_c2r``; its first ``result`` is not read.
 
     For one dimension it is as in :func:`fourier`. For several it is a complex copy, in which all but the last are
     transformed first, and the larger workspace of both stages.
@@ -114,34 +114,34 @@ def fourier_to_real(call: Call, made: torch.Tensor) -> Bytes:
 def _batched(tensor: torch.Tensor, dims: Sequence[int]) -> Bytes:
     """Bytes of a row, and of a copy of ``tensor`` unless all dimensions but ``dims`` lie as one in memory."""
     transformed = {dim % tensor.dim() for dim in dims}
-    rest = [dim for dim in range(tensor.dim()) if dim not in transformed]
+    untransformed = [dim for dim in range(tensor.dim()) if dim not in transformed]
     row = FOURIER * max((tensor.shape[dim] for dim in transformed), default=0)
-    return row + (tensor.nbytes if rest and not _in_one_row(tensor, rest) else 0)
+    return row + (tensor.nbytes if untransformed and not _in_one_row(tensor, untransformed) else 0)
 
 
-def distances(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_euclidean_dist``, whose first result is ``made``.
+def distances(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_euclidean_dist``, whose first result is ``result``.
 
     It holds copies of both sets of points with two columns more. Before there is a result, the first set is there
     twice.
     """
     first, second = tensor_at(call, 0), tensor_at(call, 1)
-    more = 2 * (rows_of(first) + rows_of(second)) * made.itemsize
-    return more + max(2 * first.nbytes - made.nbytes, first.nbytes + second.nbytes)
+    more = 2 * (rows_of(first) + rows_of(second)) * result.itemsize
+    return more + max(2 * first.nbytes - result.nbytes, first.nbytes + second.nbytes)
 
 
-def pairs(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_cdist_forward``; its first result ``made`` is not read.
+def pairs(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_cdist_forward``; its first ``result`` is not read.
 
     It holds a copy of each set of points that is broadcast over the batch; else it is 0.
     """
     return _repeated(tensor_at(call, 0), tensor_at(call, 1))
 
 
-def pairs_backward(call: Call, made: torch.Tensor) -> Bytes:
+def pairs_backward(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``_cdist_backward``: the copies that :func:`pairs` counts.
 
-    The sets of points are arguments 1 and 2. The call's first result ``made`` is not read.
+    The sets of points are arguments 1 and 2. The call's first ``result`` is not read.
     """
     return _repeated(tensor_at(call, 1), tensor_at(call, 2))
 
@@ -159,89 +159,89 @@ def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
     return all(stride == inner * count for (inner, count), (stride, _) in itertools.pairwise(rows))
 
 
-def logits_loss(call: Call, made: torch.Tensor) -> Bytes:
+def logits_loss(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``binary_cross_entropy_with_logits``.
 
-    It is two tensors like the argument in float32; three if the argument is not contiguous. The call's first result
-    ``made`` is not read.
+    It is two tensors like the argument in float32; three if the argument is not contiguous. The call's first
+    ``result`` is not read.
     """
     read = tensor_at(call, 0)
     return (8 if read.is_contiguous() else 12) * read.numel()
 
 
-def half_in_float32(call: Call, made: torch.Tensor) -> Bytes:
+def half_in_float32(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call that computes half precision in float32.
 
-    It is the call's first result ``made`` in float32 if ``made`` has 16 bits an element, else 0. ``call`` is not read.
+    It is the call's first ``result`` in float32 if ``result`` has 16 bits an element, else 0. ``call`` is not read.
     """
-    return 4 * made.numel() if made.itemsize == 2 else 0
+    return 4 * result.numel() if result.itemsize == 2 else 0
 
 
-def safe_softmax(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_safe_softmax``, whose first result is ``made``.
+def safe_softmax(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_safe_softmax``, whose first result is ``result``.
 
     It is a byte for every element of the result, which says whether the element is finite.
     """
-    return made.numel()
+    return result.numel()
 
 
-def losses(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of a loss, whose first result is ``made``.
+def losses(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of a loss, whose first result is ``result``.
 
     It is the loss of every element if these are summed or averaged, and in half precision the same in float32, to be
     summed; without a reduction 0.
     """
     read = tensor_at(call, 0)
-    return read.nbytes + half_in_float32(call, read) if made.numel() < read.numel() else 0
+    return read.nbytes + half_in_float32(call, read) if result.numel() < read.numel() else 0
 
 
-def losses_behind(call: Call, made: torch.Tensor) -> Bytes:
+def losses_behind(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of eager's call of a loss that keeps every element's loss in the result's storage.
 
     It is these losses in float32 in half precision, if they are summed or averaged; else 0. The call's first result is
-    ``made``.
+    ``result``.
     """
     read = tensor_at(call, 0)
-    return half_in_float32(call, read) if made.numel() < read.numel() else 0
+    return half_in_float32(call, read) if result.numel() < read.numel() else 0
 
 
-def norm_backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+def norm_backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in a call of ``native_layer_norm_backward``.
 
     They are the thread's sums of the gradients of weight and bias; 0 if neither gradient is asked for. The call's first
-    result ``made`` is not read.
+    ``result`` is not read.
     """
     return 2 * prod(call.args[2]) * tensor_at(call, 1).itemsize if any(call.args[7][1:]) else 0
 
 
-def image_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of an upsampling's backward, whose first result is ``made``.
+def image_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of an upsampling's backward, whose first result is ``result``.
 
-    They are an image of ``made`` in float32, if ``made`` lies channels last in half precision; else 0.
+    They are an image of ``result`` in float32, if ``result`` lies channels last in half precision; else 0.
     """
-    return 4 * made.numel() // max(1, made.shape[0]) if made.itemsize == 2 and channels_last(made) else 0
+    return 4 * result.numel() // max(1, result.shape[0]) if result.itemsize == 2 and channels_last(result) else 0
 
 
-def rolled(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``roll``, whose first result is ``made``.
+def rolled(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``roll``, whose first result is ``result``.
 
     It is a copy for each dimension but the first, as torch rolls one after the other. Without dimensions it is a copy
     of an argument that is not contiguous.
     """
     dims = call.args[2] if len(call.args) > 2 else ()
-    return made.nbytes * (len(dims) - 1 if dims else not tensor_at(call, 0).is_contiguous())
+    return result.nbytes * (len(dims) - 1 if dims else not tensor_at(call, 0).is_contiguous())
 
 
-def multinomial(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``multinomial``; its first result ``made`` is not read.
+def multinomial(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``multinomial``; its first ``result`` is not read.
 
     It is two tensors like the probabilities.
     """
     return 2 * tensor_at(call, 0).nbytes
 
 
-def kth_value(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``kthvalue``; its first result ``made`` is not read.
+def kth_value(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``kthvalue``; its first ``result`` is not read.
 
     It is a copy of all values, and an index of 8 bytes for each.
     """
@@ -249,8 +249,8 @@ def kth_value(call: Call, made: torch.Tensor) -> Bytes:
     return read.numel() * (read.itemsize + 8)
 
 
-def rms_norm(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_fused_rms_norm``; its first result ``made`` is not read.
+def rms_norm(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_fused_rms_norm``; its first ``result`` is not read.
 
     It is the squares of the argument in float32. For dtypes of another size, such as half precision, it is two and a
     half times as much.

@@ -25,42 +25,42 @@ VECTORS = 64
 """Rows that softmax computes together, forward."""
 
 
-def softmax_per_thread(call: Call, made: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``_softmax`` in half precision, whose result is ``made``.
+def softmax_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of ``_softmax`` in half precision, whose result is ``result``.
 
     They are :data:`VECTORS` rows in float32; along the last dimension one row. In other dtypes they are 0.
     """
-    row, _ = _row(made, call.args[1])
-    if made.itemsize == 2 and made.dim() and not row:
-        return 4 * made.shape[-1]
+    row, _ = _row(result, call.args[1])
+    if result.itemsize == 2 and result.dim() and not row:
+        return 4 * result.shape[-1]
     return 4 * VECTORS * row
 
 
-def log_softmax_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+def log_softmax_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in a call of ``_log_softmax`` in half precision.
 
-    The call's result is ``made``. They are a buffer of neighbouring rows in float32, and the largest element and the
+    The call's result is ``result``. They are a buffer of neighbouring rows in float32, and the largest element and the
     sum of every row. Along the last dimension and in other dtypes they are 0.
     """
-    row, rows = _row(made, call.args[1])
+    row, rows = _row(result, call.args[1])
     return 4 * _together(row, rows) * (row + 2)
 
 
-def softmax_backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+def softmax_backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in a call of ``_softmax_backward_data`` in half precision.
 
     They are two buffers of neighbouring rows in float32, for gradient and result, and the sum of every row. Along the
-    last dimension and in other dtypes they are 0. The call's result ``made`` is not read.
+    last dimension and in other dtypes they are 0. The call's ``result`` is not read.
     """
     row, rows = _row(tensor_at(call, 1), call.args[2])
     return 4 * _together(row, rows) * (2 * row + 1)
 
 
-def log_softmax_backward_per_thread(call: Call, made: torch.Tensor) -> Bytes:
+def log_softmax_backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in a call of ``_log_softmax_backward_data`` in half precision.
 
     They are a buffer of neighbouring rows in float32, and the sum of every row. Along the last dimension and in other
-    dtypes they are 0. The call's result ``made`` is not read.
+    dtypes they are 0. The call's ``result`` is not read.
     """
     row, rows = _row(tensor_at(call, 1), call.args[2])
     return 4 * _together(row, rows) * (row + 1)

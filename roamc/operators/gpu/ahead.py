@@ -79,16 +79,16 @@ def compiled(group: FusedKernel, target: str, shape: LaunchShape | None = None) 
     except ImportError:
         raise OptionError(MISSING) from None
     text = group.text if shape is None else launched_in(group.printed, group.matrix, shape)
-    made = []
+    kernels = []
     for source in sources_of(group.body, text):
-        found: Any = triton.compile(
+        kernel: Any = triton.compile(
             ASTSource(fn=source.function, signature=source.signature, constexprs=source.constants),
             target=GPUTarget("cuda", CAPABILITIES[target], 32),
             options={"num_warps": source.warps, "enable_fp_fusion": False},
         )
-        registers, spilled = assembled(found.asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
-        made.append(Compiled(source.name, target, registers, found.metadata.shared, spilled))
-    return tuple(made)
+        registers, spilled = assembled(kernel.asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
+        kernels.append(Compiled(source.name, target, registers, kernel.metadata.shared, spilled))
+    return tuple(kernels)
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def assembled(ptx: str, target: str, folder: Path) -> tuple[int, Bytes]:
         file.flush()
         # Triton writes for sm_90 with the instructions that no later GPU has.
         command = [str(tool), "-v", f"-arch={target}{'a' if target == 'sm_90' else ''}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, stores = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, stores = re.search(r"Used (\d+) registers", output), re.search(r"(\d+) bytes spill stores", output)
     if registers is None or stores is None:
-        raise RuntimeError(f"{tool.name} does not say what the kernel takes: {said}")
+        raise RuntimeError(f"{tool.name} does not say what the kernel takes: {output}")
     return int(registers[1]), int(stores[1])

@@ -130,14 +130,14 @@ def access_of(tensor: torch.Tensor, shape: Sequence[int], columns: int) -> Acces
     """
     lacking = len(shape) - tensor.dim()
     sizes = (1,) * max(lacking, 0) + tuple(tensor.shape)
-    if lacking < 0 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
+    if lacking < 0 or any(size not in (1, full_size) for size, full_size in zip(sizes, shape, strict=True)):
         return None
     strides = (0,) * lacking + tuple(tensor.stride())
-    seen = (
-        (int(wanted), int(stride) if size > 1 else 0)
-        for size, wanted, stride in zip(sizes, shape, strides, strict=True)
+    dims = (
+        (int(full_size), int(stride) if size > 1 else 0)
+        for size, full_size, stride in zip(sizes, shape, strides, strict=True)
     )
-    return Access(_merged(tuple((size, stride) for size, stride in seen if size > 1)), columns)
+    return Access(_merged(tuple((size, stride) for size, stride in dims if size > 1)), columns)
 
 
 def access_along(sizes: Sequence[int], strides: Sequence[int], columns: int) -> Access:
@@ -159,14 +159,14 @@ def frame_of(node: fx.Node) -> Matrix | None:
     """
     source = node.args[0] if picks(node) else node
     assert isinstance(source, fx.Node), f"{node.name} is no result of a node"
-    rowwise, made = ops.rule(source.target).rowwise, source.meta.get("val")
-    if rowwise is not None and isinstance(source.args[0], fx.Node) and made is not None:
-        reduces = isinstance(made, torch.Tensor) and rowwise.keepdim is not None
-        made = source.args[0].meta.get("val") if reduces or rowwise.sizes is not None else made
-    if not isinstance(made, torch.Tensor) or not made.numel():
+    rowwise, value = ops.rule(source.target).rowwise, source.meta.get("val")
+    if rowwise is not None and isinstance(source.args[0], fx.Node) and value is not None:
+        reduces = isinstance(value, torch.Tensor) and rowwise.keepdim is not None
+        value = source.args[0].meta.get("val") if reduces or rowwise.sizes is not None else value
+    if not isinstance(value, torch.Tensor) or not value.numel():
         return None
-    columns = int(made.shape[-1]) if made.dim() else 1
-    return Matrix(math.prod(made.shape) // columns, columns)
+    columns = int(value.shape[-1]) if value.dim() else 1
+    return Matrix(math.prod(value.shape) // columns, columns)
 
 
 def shape_reach(shape: Sequence[int], frame: Matrix) -> Reach | None:
@@ -183,21 +183,21 @@ def keeps_order(view: fx.Node, frame: Matrix) -> bool:
     made in the group, and may lie in memory in any order.
     """
     (base,) = view.all_input_nodes
-    inner, made = base.meta["val"], view.meta["val"]
-    if not isinstance(made, torch.Tensor) or not isinstance(inner, torch.Tensor):
+    inner, result = base.meta["val"], view.meta["val"]
+    if not isinstance(result, torch.Tensor) or not isinstance(inner, torch.Tensor):
         return False
     by_strides = any(argument.name == "stride" for argument in view.target._schema.arguments)  # type: ignore[union-attr]
-    if made.dtype is not inner.dtype or (by_strides and not inner.is_contiguous()):
+    if result.dtype is not inner.dtype or (by_strides and not inner.is_contiguous()):
         return False
     stand_in = torch.empty(inner.shape, device="meta", dtype=inner.dtype)
     args = [stand_in if value is base else value for value in view.args]
     try:
-        seen = view.target(*args, **view.kwargs)  # type: ignore[operator]
+        viewed = view.target(*args, **view.kwargs)  # type: ignore[operator]
     except RuntimeError:  # it has that shape only as it lies in memory
         return False
-    if not isinstance(seen, torch.Tensor) or seen.storage_offset() or seen.shape != made.shape:
+    if not isinstance(viewed, torch.Tensor) or viewed.storage_offset() or viewed.shape != result.shape:
         return False
-    return in_order(seen, inner.numel(), seen.shape, frame)
+    return in_order(viewed, inner.numel(), viewed.shape, frame)
 
 
 def in_order(tensor: torch.Tensor, numel: int, shape: Sequence[int], frame: Matrix) -> bool:
@@ -207,7 +207,7 @@ def in_order(tensor: torch.Tensor, numel: int, shape: Sequence[int], frame: Matr
     each element must be read along its whole row instead.
     """
     access = access_of(tensor, shape, frame.columns)
-    wanted = math.prod(shape)
-    spread = ((numel, 1), (wanted // max(numel, 1), 0))
-    spread = spread if numel == frame.rows and wanted == frame.numel else ((numel, 1), (1, 0))
-    return access is not None and access.dims == tuple(dim for dim in spread if dim[0] > 1) and wanted >= numel
+    total = math.prod(shape)
+    spread = ((numel, 1), (total // max(numel, 1), 0))
+    spread = spread if numel == frame.rows and total == frame.numel else ((numel, 1), (1, 0))
+    return access is not None and access.dims == tuple(dim for dim in spread if dim[0] > 1) and total >= numel

@@ -75,7 +75,7 @@ class FusedKernel(Fused):
         called = set(nodes)
         if first_of(nodes[-1]).device.type not in DEVICES:
             return f"{nodes[-1].name} lies on no GPU"
-        wrong = next((said for node in nodes if (said := unfit(node, matrix, called))), "")
+        wrong = next((reason for node in nodes if (reason := unfit(node, matrix, called))), "")
         return wrong or unfit_shifts(nodes, matrix, [node for node in nodes if reduces(node)], LONGEST_ROW)
 
     @staticmethod
@@ -116,14 +116,14 @@ class FusedKernel(Fused):
         """
         if len(self.results) > 1 or self._adds_rows or moves_columns(self.nodes) or reorders(self.nodes):
             return ()
-        made = blocks.only_tensor(self.results[0])
+        result = blocks.only_tensor(self.results[0])
         columns = self.matrix.columns
-        written = access_of(made, made.shape, columns)
+        written = access_of(result, result.shape, columns)
         return tuple(
             at
             for at, node in enumerate(placeholders(self.body))
             if isinstance(node.meta["val"], torch.Tensor)
-            and same_geometry(node.meta["val"], made)
+            and same_geometry(node.meta["val"], result)
             and self._read_in_place(node, written)
         )
 
@@ -212,11 +212,11 @@ class FusedKernel(Fused):
 
     def _first(self, args: Sequence[torch.Tensor | float], out: Any) -> None:
         """Run for the first time; the kernel may write over an argument, so what is compared is computed before."""
-        made_inside = [made for node in self.nodes for made in results_of(node) if made is not None]
-        compared = sum(made.numel() * made.itemsize for made in made_inside) <= COMPARED_BYTES
+        made_inside = [tensor for node in self.nodes for tensor in results_of(node) if tensor is not None]
+        compared = sum(tensor.numel() * tensor.itemsize for tensor in made_inside) <= COMPARED_BYTES
         compared = compared and not self._was_right
         # A member that changes nothing may return its argument, which is written then.
-        want = [made.clone() for made in self.run_members(args)] if compared else None
+        want = [result.clone() for result in self.run_members(args)] if compared else None
         try:
             self._run(*args, out=out)
         except Exception as error:
@@ -224,10 +224,10 @@ class FusedKernel(Fused):
             self._run(*args, out=out)
         else:
             pairs = list(zip(self._places(args, out), want, strict=True)) if want is not None else []
-            if not all(self._agrees(made, right) for made, right in pairs):
+            if not all(self._agrees(place, right) for place, right in pairs):
                 self._give_up("its first result is not that of the operators")
-                for made, right in pairs:
-                    made.copy_(right)
+                for place, right in pairs:
+                    place.copy_(right)
             elif pairs:
                 self._keep_as_right()
 

@@ -80,8 +80,8 @@ def keep(machine: Machine, fresh: Mapping[str, Kept]) -> None:
         return
     path = _path(machine)
     with _lock.now:
-        known = _held[path] = {**_held.get(path, {}), **_read(path, machine), **fresh}  # others may have written, too
-        rows = [_row(machine, key, one) for key, one in sorted(known.items())]
+        merged = _held[path] = {**_held.get(path, {}), **_read(path, machine), **fresh}  # others may have written, too
+        rows = [_row(machine, key, one) for key, one in sorted(merged.items())]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_text(path, json.dumps({"machine": machine, "kernels": rows}) + "\n")

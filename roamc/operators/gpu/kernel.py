@@ -105,12 +105,12 @@ def unfit(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> str:
 
 def _tried(lines: Lines, operand: Operand) -> Value:
     """A value with the dtype of an operand, to try whether a member prints."""
-    given = operand.value
-    if isinstance(given, fx.Node) and is_number(given):
-        return lines.argument(given)
-    if isinstance(given, fx.Node):
-        return Value(given.name, "", Reach.ALL, 0, given.meta["val"].dtype)
-    return lines.constant(given, torch.float32)
+    argument = operand.value
+    if isinstance(argument, fx.Node) and is_number(argument):
+        return lines.argument(argument)
+    if isinstance(argument, fx.Node):
+        return Value(argument.name, "", Reach.ALL, 0, argument.meta["val"].dtype)
+    return lines.constant(argument, torch.float32)
 
 
 def _write(lines: Lines, node: fx.Node, values: Sequence[Value]) -> list[Value | None]:
@@ -121,16 +121,16 @@ def _write(lines: Lines, node: fx.Node, values: Sequence[Value]) -> list[Value |
         node: the member.
         values: its positional arguments, each of its own dtype; a number as one of float32.
     """
-    found, dtype = printed(node.target), first_of(node).dtype
-    assert found is not None, f"{node.name} does not print"
-    common = common_dtype(node, found)
+    printer, dtype = printed(node.target), first_of(node).dtype
+    assert printer is not None, f"{node.name} does not print"
+    common = common_dtype(node, printer)
     lines.comment = source_line(node)
     lines.dtype = torch.float32 if dtype in FLOATS else dtype
     if common is not None:
-        convert = lines.cast if found.rounds_numbers else lines.as_operand
+        convert = lines.cast if printer.rounds_numbers else lines.as_operand
         values = [convert(value, common) for value in values]
-    made = lines.let(found.write, *values) if isinstance(found.write, str) else found.write(lines, node, values)
-    several = [made] if isinstance(made, Value) else made
+    output = lines.let(printer.write, *values) if isinstance(printer.write, str) else printer.write(lines, node, values)
+    several = [output] if isinstance(output, Value) else output
     side = "right" if lines.shift > 0 else "left"
     name = f"{node.name}_{side}_{abs(lines.shift)}" if lines.shift else node.name
     return [
@@ -220,15 +220,15 @@ class _Kernel:
     ) -> None:
         self.name, self.body, self.frame = name, body, frame
         self.members = [n for n in body.nodes if n.op == "call_function" and not ops.is_view(n.target)]
-        made = blocks.results_of(body)
-        results = made[: len(made) - len(written)]
-        whole = all(node.meta["val"].numel() == frame.numel for node in made)
+        outputs = blocks.results_of(body)
+        results = outputs[: len(outputs) - len(written)]
+        whole = all(node.meta["val"].numel() == frame.numel for node in outputs)
         self.rows = not whole or any(needs_rows(node) for node in self.members)
         self.lines = Lines(frame.columns, rows=self.rows, taken=(*RESERVED, *keyword.kwlist, *taken))
         self.shifts: dict[fx.Node, tuple[int, ...]] = dict.fromkeys(self.members, (0,))
         if moves_columns(self.members):
             reduce = [node for node in self.members if reduces(node)]
-            self.shifts = shifts_of(self.members, [made_by(node)[0] for node in made], frame, reduce)
+            self.shifts = shifts_of(self.members, [made_by(node)[0] for node in outputs], frame, reduce)
         self.made: dict[tuple[fx.Node, int], list[Value | None]] = {}
         for node in placeholders(body):
             self.lines.pointers[node] = self.lines.name(node.name) if pointers is None else pointers[node]
@@ -298,18 +298,18 @@ class _Kernel:
 
     def _value(self, operand: Operand, shift: int) -> Value:
         """What a member that is computed at ``shift`` reads."""
-        given = operand.value
-        if isinstance(given, fx.Node) and is_number(given):
-            return self.lines.argument(given)
-        if not isinstance(given, fx.Node):
-            return self.lines.constant(given, torch.float32)
+        argument = operand.value
+        if isinstance(argument, fx.Node) and is_number(argument):
+            return self.lines.argument(argument)
+        if not isinstance(argument, fx.Node):
+            return self.lines.constant(argument, torch.float32)
         if operand.access is not None:
-            return self.lines.load(given, operand.access, shift + operand.shift)
-        base, position = made_by(given)
+            return self.lines.load(argument, operand.access, shift + operand.shift)
+        base, position = made_by(argument)
         results = self.made.get((base, 0 if operand.per_row else shift + operand.shift))
         # The same for all rows, such as weights of classes: the member's own text reads it.
         value = self.lines.constant(0, torch.int64) if results is None else results[position]
-        assert value is not None, f"{given.name} is left out"
+        assert value is not None, f"{argument.name} is left out"
         return value
 
     # -- lines ------------------------------------------------------------------------------------------------------
@@ -386,17 +386,17 @@ class _Kernel:
         """The lines of one pass over rows in pieces: the sums and results that depend on as many sums before them."""
         sums = [value for value in self.lines.values if value.reduced and value.reads[0].level == level]
         done = [one for one in self.stored if not one.per_row and one.value.level == level]
-        wanted = [value.reads[0] for value in sums] + [one.value for one in done]
-        needed = _closure(wanted)
-        here = [value for value in self.lines.values if not value.reduced and value.level <= level]
-        once = [value for value in here if value.reach in (Reach.ROW, Reach.ONE) and value.level == level]
+        roots = [value.reads[0] for value in sums] + [one.value for one in done]
+        needed = _closure(roots)
+        available = [value for value in self.lines.values if not value.reduced and value.level <= level]
+        once = [value for value in available if value.reach in (Reach.ROW, Reach.ONE) and value.level == level]
         lines = [_assigned(value, self._mask(value)) for value in once]
         lines += [f"{v.name} = tl.full((ROWS, COLUMNS), {REDUCED[v.reduced].start}, tl.float32)" for v in sums]
-        if wanted:
+        if roots:
             lines += [f"for start in range(0, {self.frame.columns}, COLUMNS):"]
             inner = [f"column = start + tl.arange(0, COLUMNS)[None, :]{self.wide}"]
             inner += [f"inside = (row < {self.frame.rows}) & (column < {self.frame.columns})"]
-            looped = [v for v in here if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
+            looped = [v for v in available if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
             for value in looped:
                 inner.append(_assigned(value, self._mask(value)))
                 inner += [self._store(one) for one in done if one.value is value]
@@ -468,16 +468,16 @@ def written_as(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> Acc
     Raises:
         DoesNotPrintError: the result is no single tensor, or its elements overlap.
     """
-    made = node.meta["val"]
-    if not isinstance(made, torch.Tensor):
+    result = node.meta["val"]
+    if not isinstance(result, torch.Tensor):
         raise DoesNotPrintError(f"{node.name} has several results")
     order = reordered(node)
-    written = access_of(made, made.shape, frame.columns)
+    written = access_of(result, result.shape, frame.columns)
     if order is not None and order[0] in inside:
         written = access_along(order[0].meta["val"].shape, order[1], frame.columns)
     if written is None or any(not stride for _, stride in written.dims):
         raise DoesNotPrintError(f"elements of {node.name} share memory")
-    if is_sum_over_rows(node) and not made.is_contiguous():
+    if is_sum_over_rows(node) and not result.is_contiguous():
         raise DoesNotPrintError(f"elements of {node.name} lie apart")
     return written
 
@@ -519,11 +519,11 @@ def _with(place: str, *numbers: str) -> str:
 
 def _closure(values: Sequence[Value]) -> set[Value]:
     """All values that ``values`` are computed of, themselves included."""
-    found: set[Value] = set()
+    reached: set[Value] = set()
     left = list(values)
     while left:
         value = left.pop()
-        if value not in found:
-            found.add(value)
+        if value not in reached:
+            reached.add(value)
             left += value.reads
-    return found
+    return reached

@@ -52,5 +52,5 @@ def key_of(body: fx.Graph, text: KernelText) -> str:
         body: the operators of the group, with fake values.
         text: the kernel as it is printed.
     """
-    said = [described(body), nameless(text.source), repr(sorted(text.constants.items())), repr(text.warps)]
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()
+    parts = [described(body), nameless(text.source), repr(sorted(text.constants.items())), repr(text.warps)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -59,13 +59,13 @@ def shapes_of(text: KernelText, matrix: Matrix) -> tuple[LaunchShape, ...]:
     if text.joins or text.partials is not None or text.programs != _programs(text, matrix, first.block):
         return (first,)
     wide = text.constants.get("COLUMNS", 1)
-    found = []
+    shapes = []
     for block, warps in FACTORS:
         shape = LaunchShape(int(first.block * block), int(first.warps * warps))
         fits = block <= 1 or (shape.block * wide <= PIECE and _programs(text, matrix, shape.block) > 1)
         if fits and shape.block >= 1 and 1 <= shape.warps <= MOST_WARPS:
-            found.append(shape)
-    return tuple(found[:TRIED])
+            shapes.append(shape)
+    return tuple(shapes[:TRIED])
 
 
 def _programs(text: KernelText, matrix: Matrix, block: int) -> int:

@@ -142,13 +142,13 @@ class Lines:
         """Return the number of the element that each lane has, counted row by row; may write a line for it."""
         if not self.rows:
             return Value("index", "", Reach.ALL, 0, torch.int64)
-        held = self._elements.get(self.shift)
-        if held is None:
+        element = self._elements.get(self.shift)
+        if element is None:
             text = f"row * {self.columns} + column"
             text += f" {'-' if self.shift < 0 else '+'} {abs(self.shift)}" if self.shift else ""
-            held = self._keep(Value(self.name("element"), text, Reach.ALL, 0, torch.int64))
-            self._elements[self.shift] = held
-        return held
+            element = self._keep(Value(self.name("element"), text, Reach.ALL, 0, torch.int64))
+            self._elements[self.shift] = element
+        return element
 
     def cast(self, value: Value, dtype: torch.dtype) -> Value:
         """Return ``value`` converted to ``dtype``; writes a line if the conversion takes one.
@@ -206,25 +206,25 @@ class Lines:
         """
         same = access.reach in (Reach.ROW, Reach.ONE)  # for all columns
         shift = 0 if same else shift
-        known = self.loaded.get((node, access, shift))
-        if known is None:
+        loaded = self.loaded.get((node, access, shift))
+        if loaded is None:
             dtype = node.meta["val"].dtype
             text = f"tl.load({self.pointers[node]} + {access.offset(rows=self.rows, shift=shift)}, {{mask}}, 0)"
             text += ".to(tl.float32)" if dtype in (torch.float16, torch.bfloat16) else ""
             text = text.replace(" + 0,", ",")
             name = self.name(f"{self.pointers[node]}_value")
             within = max(0, -shift), min(self.columns, access.columns - shift)
-            known = Value(name, text, access.reach, 0, dtype, comment=self.comment)
-            known = known if same or within == (0, self.columns) else replace(known, within=within)
-            self.values.append(known)
-            self.loaded[node, access, shift] = known
-        return known
+            loaded = Value(name, text, access.reach, 0, dtype, comment=self.comment)
+            loaded = loaded if same or within == (0, self.columns) else replace(loaded, within=within)
+            self.values.append(loaded)
+            self.loaded[node, access, shift] = loaded
+        return loaded
 
     def constant(self, value: object, dtype: torch.dtype) -> Value:
         """Return the number ``value`` as a value of ``dtype``, a float if that is a float type; no line is written."""
         number = float(value) if dtype in FLOATS and isinstance(value, int | float) else value
-        known = value if isinstance(value, int | float) else None
-        return Value(self.number(number), "", Reach.ONE, 0, dtype, number=known)
+        original = value if isinstance(value, int | float) else None
+        return Value(self.number(number), "", Reach.ONE, 0, dtype, number=original)
 
     def named(self, name: str, value: Value, dtype: torch.dtype) -> Value:
         """Write a line that rounds ``value`` to ``dtype`` and assigns it to a variable; return the new value.
@@ -243,9 +243,9 @@ class Lines:
         return self._add(name, text, (value,), dtype)
 
     def _unnamed(self, text: str, reads: tuple[Value, ...], dtype: torch.dtype) -> Value:
-        made = self._add("t", text, reads, dtype)
-        self.unnamed.add(made)
-        return made
+        value = self._add("t", text, reads, dtype)
+        self.unnamed.add(value)
+        return value
 
     def _add(self, name: str, text: str, reads: tuple[Value, ...], dtype: torch.dtype) -> Value:
         reads = tuple(value.aliases or value for value in reads)
@@ -290,5 +290,5 @@ def joined(reaches: Iterable[Reach]) -> Reach:
 
     ``ROW`` and ``COLUMN`` together give ``ALL``; without values, or of single elements alone, it is ``ONE``.
     """
-    seen = {reach for reach in reaches if reach is not Reach.ONE}
-    return seen.pop() if len(seen) == 1 else (Reach.ALL if seen else Reach.ONE)
+    distinct = {reach for reach in reaches if reach is not Reach.ONE}
+    return distinct.pop() if len(distinct) == 1 else (Reach.ALL if distinct else Reach.ONE)

@@ -182,7 +182,7 @@ def join(groups: Sequence[Group]) -> tuple[MultiTensorKernel, list[fx.Node]]:
             copies[node] = body.node_copy(node, copies.__getitem__)
             copies[node].name = node.name
         written.update(
-            (places[at], copies[made]) for at, made in zip(group.writes, group.written.values(), strict=True)
+            (places[at], copies[result]) for at, result in zip(group.writes, group.written.values(), strict=True)
         )
         parts.append(Part(group.matrix.numel, places, tuple(node.name for node in group.nodes)))
     body.output(tuple(written.values()))

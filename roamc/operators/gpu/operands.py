@@ -49,28 +49,28 @@ def operands_of(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> li
     Raises:
         DoesNotPrintError: the call has no form in a kernel.
     """
-    found = printed(node.target)
-    if found is None:
+    printer = printed(node.target)
+    if printer is None:
         raise DoesNotPrintError(f"{node.name} does not print")
-    if set(node.kwargs) - set(found.keywords) or not all(map(_is_plain, results_of(node))):
+    if set(node.kwargs) - set(printer.keywords) or not all(map(_is_plain, results_of(node))):
         raise DoesNotPrintError(f"{node.name} has arguments or a result that do not print")
-    made = first_of(node)
-    _check_results(node, found, frame)
-    _check_dim(node, found, frame)
-    given = [argument.name for argument in node.all_input_nodes if is_number(argument)]
-    if given and not found.number_arguments:
-        raise DoesNotPrintError(f"{node.name} takes the number {given[0]}, which is not known before it runs")
-    tensors = [made, *(argument.meta.get("val") for argument in node.all_input_nodes if not is_number(argument))]
+    result = first_of(node)
+    _check_results(node, printer, frame)
+    _check_dim(node, printer, frame)
+    number_names = [argument.name for argument in node.all_input_nodes if is_number(argument)]
+    if number_names and not printer.number_arguments:
+        raise DoesNotPrintError(f"{node.name} takes the number {number_names[0]}, which is not known before it runs")
+    tensors = [result, *(argument.meta.get("val") for argument in node.all_input_nodes if not is_number(argument))]
     for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in PRINTABLE or tensor.device != made.device:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in PRINTABLE or tensor.device != result.device:
             raise DoesNotPrintError(f"{node.name} has a tensor of another device or dtype")
         if tensor.is_neg():
             raise DoesNotPrintError(f"{node.name} has a tensor that lies in memory with other signs")
     numbers = [number for number in node.args if isinstance(number, int | float)]
-    if common_dtype(node, found) is torch.uint8 and min(numbers, default=0) < 0:
+    if common_dtype(node, printer) is torch.uint8 and min(numbers, default=0) < 0:
         raise DoesNotPrintError(f"{node.name} takes a number below zero, which Triton has not among those of 8 bits")
     if ops.rule(node.target).assembly is not None:
-        if math.prod(made.shape[:-1]) != frame.rows:
+        if math.prod(result.shape[:-1]) != frame.rows:
             raise DoesNotPrintError(f"{node.name} has not {frame.rows} rows")
         return [_operand_beside(node, part, frame, inside) for part in parts_of(node)]
     left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
@@ -78,36 +78,36 @@ def operands_of(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> li
     return [*(_operand(node, at, frame, inside) for at in range(len(node.args))), *defaults]
 
 
-def _is_plain(made: object) -> bool:
+def _is_plain(result: object) -> bool:
     """Whether a result is a tensor of plain numbers, or one that is left out."""
-    return made is None or (isinstance(made, torch.Tensor) and not made.is_conj())
+    return result is None or (isinstance(result, torch.Tensor) and not result.is_conj())
 
 
-def _check_results(node: fx.Node, found: Printed, frame: Matrix) -> None:
+def _check_results(node: fx.Node, printer: Printed, frame: Matrix) -> None:
     """Raise DoesNotPrintError unless results have elements that kernels make, where they make them."""
     down = sums_over_rows(node)
-    for position, made in enumerate(results_of(node)):
-        if made is None:
+    for position, result in enumerate(results_of(node)):
+        if result is None:
             continue
-        if (made.dtype is torch.bool and not found.booleans) or (made.dtype in INTEGERS and not found.integers):
-            raise DoesNotPrintError(f"{node.name} makes {made.dtype}, which does not print")
-        if ops.rule(node.target).numbered and made.numel() != frame.numel:
+        if (result.dtype is torch.bool and not printer.booleans) or (result.dtype in INTEGERS and not printer.integers):
+            raise DoesNotPrintError(f"{node.name} makes {result.dtype}, which does not print")
+        if ops.rule(node.target).numbered and result.numel() != frame.numel:
             raise DoesNotPrintError(f"{node.name} has another number of elements than its group")
         if position in down:
             if frame.columns > WIDEST:
                 raise DoesNotPrintError(f"{node.name} adds up over rows of more than {WIDEST} elements")
-        elif width_of(made.shape, frame) is None:
+        elif width_of(result.shape, frame) is None:
             raise DoesNotPrintError(
                 f"{node.name} has neither {frame.rows} x {frame.columns} elements nor one for each row"
             )
 
 
-def _check_dim(node: fx.Node, found: Printed, frame: Matrix) -> None:
+def _check_dim(node: fx.Node, printer: Printed, frame: Matrix) -> None:
     """Raise DoesNotPrintError unless a member works element by element, or along the rows of the frame."""
-    if found.along is None:
+    if printer.along is None:
         return
     source = node.args[0].meta["val"]  # type: ignore[union-attr]
-    dims = node.args[found.along] if found.along < len(node.args) else None
+    dims = node.args[printer.along] if printer.along < len(node.args) else None
     dims = [dims] if isinstance(dims, int) else dims
     rowwise = ops.rule(node.target).rowwise
     by_size = rowwise is not None and rowwise.sizes is not None
@@ -182,23 +182,23 @@ def needs_rows(node: fx.Node) -> bool:
     """Whether a kernel with the member ``node`` has whole rows in one program."""
     if ops.rule(node.target).assembly is not None:
         return True
-    found, rowwise = printed(node.target), ops.rule(node.target).rowwise
-    return (found is not None and found.along is not None) or (rowwise is not None and rowwise.per_row != ())
+    printer, rowwise = printed(node.target), ops.rule(node.target).rowwise
+    return (printer is not None and printer.along is not None) or (rowwise is not None and rowwise.per_row != ())
 
 
-def common_dtype(node: fx.Node, found: Printed) -> torch.dtype | None:
+def common_dtype(node: fx.Node, printer: Printed) -> torch.dtype | None:
     """What the operands of a member are converted to before it works; None for nothing."""
-    if found.common == "each":
+    if printer.common == "each":
         return None
-    if found.common == "operands":
+    if printer.common == "operands":
         first, second = (a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[:2])
         return torch.result_type(first, second)  # type: ignore[arg-type]
-    if found.along is not None:  # it adds up in float32 what it reads
+    if printer.along is not None:  # it adds up in float32 what it reads
         return torch.float32
     return first_of(node).dtype
 
 
 def reduces(node: fx.Node) -> bool:
     """Whether the member ``node`` works along whole rows, or adds up over rows."""
-    found = printed(node.target)
-    return found is not None and found.along is not None
+    printer = printed(node.target)
+    return printer is not None and printer.along is not None

@@ -107,9 +107,9 @@ def _layer_norm_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -
     along = _mean(lines, node, [lines.let("{0} * {1}", scaled, normed)])
     text = "({0} - {1} - {2} * {3}) * {4}"
     inputs = lines.let(text, scaled, _mean(lines, node, [scaled]), normed, along, rstd)
-    wanted: Sequence[bool] = node.args[7]  # type: ignore[assignment]
-    weights = lines.total_down(lines.let("{0} * {1}", grad, normed)) if wanted[1] else None
-    return inputs if wanted[0] else None, weights, lines.total_down(grad) if wanted[2] else None
+    output_mask: Sequence[bool] = node.args[7]  # type: ignore[assignment]
+    weights = lines.total_down(lines.let("{0} * {1}", grad, normed)) if output_mask[1] else None
+    return inputs if output_mask[0] else None, weights, lines.total_down(grad) if output_mask[2] else None
 
 
 def _rms_norm(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Sequence[Value | None]:
@@ -126,9 +126,9 @@ def _rms_norm_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> 
     scaled = _scaled_by(lines, grad, node.args[4], weight)
     along = _mean(lines, node, [lines.let("{0} * {1}", scaled, normed)])
     inputs = lines.let("({0} - {1} * {2}) * {3}", scaled, normed, along, rstd)
-    wanted: Sequence[bool] = node.args[5]  # type: ignore[assignment]
-    weights = lines.total_down(lines.let("{0} * {1}", grad, normed)) if wanted[1] else None
-    return inputs if wanted[0] else None, weights
+    output_mask: Sequence[bool] = node.args[5]  # type: ignore[assignment]
+    weights = lines.total_down(lines.let("{0} * {1}", grad, normed)) if output_mask[1] else None
+    return inputs if output_mask[0] else None, weights
 
 
 def _scaled_by(lines: Lines, value: Value, argument: object, weight: Value) -> Value:
@@ -427,7 +427,7 @@ def printed(target: Any) -> Printed | None:
 
 def is_exact(node: fx.Node) -> bool:
     """Whether ``node``, a call of an operator that prints, has the bits of ATen's kernel on every device."""
-    found = printed(node.target)
-    if found is None:
+    printer = printed(node.target)
+    if printer is None:
         return False
-    return found.exact if isinstance(found.exact, bool) else found.exact(node)
+    return printer.exact if isinstance(printer.exact, bool) else printer.exact(node)

@@ -40,16 +40,16 @@ def _strides_of_copy(view: torch.Tensor, base: object, copy: torch.Tensor) -> tu
     ):
         return None
     dims = [(int(n), int(s), int(c)) for n, s, c in zip(view.shape, view.stride(), copy.stride(), strict=True) if n > 1]
-    wanted = [(int(n), int(s)) for n, s in zip(base.shape, base.stride(), strict=True)]
-    large = [dim for dim in wanted if dim[0] > 1]
+    base_dims = [(int(n), int(s)) for n, s in zip(base.shape, base.stride(), strict=True)]
+    large = [dim for dim in base_dims if dim[0] > 1]
     if sorted(dim[:2] for dim in dims) != sorted(large) or len({stride for _, stride in large}) < len(large):
         return None
     if [dim[:2] for dim in dims] == large or dims[-1][:2] != large[-1]:  # as it is, or columns would lie apart
         return None
     place = {stride: step for _, stride, step in dims}
-    return tuple(place[stride] if size > 1 else 1 for size, stride in wanted)
+    return tuple(place[stride] if size > 1 else 1 for size, stride in base_dims)
 
 
 def reorders(nodes: Sequence[fx.Node]) -> bool:
     """Whether some of ``nodes`` copies what another one makes in another order."""
-    return any((found := reordered(node)) is not None and found[0] in nodes for node in nodes)
+    return any((order := reordered(node)) is not None and order[0] in nodes for node in nodes)

@@ -31,13 +31,13 @@ def picks(node: fx.Node) -> bool:
 
 def results_of(node: fx.Node) -> Sequence[torch.Tensor | None]:
     """Return the fake tensors that the operator ``node`` makes, in order, None for one that it leaves out."""
-    made = node.meta.get("val")
-    return tuple(made) if isinstance(made, list | tuple) else (made,)
+    value = node.meta.get("val")
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def first_of(node: fx.Node) -> torch.Tensor:
     """Return the first fake tensor that the operator ``node`` makes."""
-    return next(made for made in results_of(node) if made is not None)
+    return next(tensor for tensor in results_of(node) if tensor is not None)
 
 
 def shape_of_operands(node: fx.Node) -> torch.Size:

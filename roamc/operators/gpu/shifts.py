@@ -75,25 +75,25 @@ def parts_of(node: fx.Node) -> tuple[Part, ...]:
     """
     assembly = ops.rule(node.target).assembly
     assert assembly is not None, f"{node.name} puts nothing side by side"
-    given: list[Any] = list(node.args)
-    listed = given[assembly.parts]
+    arguments: list[Any] = list(node.args)
+    listed = arguments[assembly.parts]
     nodes: list[fx.Node] = list(listed) if isinstance(listed, list | tuple) else [listed]
-    made: torch.Tensor = node.meta["val"]
-    dim = given[assembly.dim] if assembly.dim < len(given) else 0
-    begin = given[assembly.start] if assembly.start is not None else 0
-    step = given[assembly.step] if assembly.step is not None else 1
+    result: torch.Tensor = node.meta["val"]
+    dim = arguments[assembly.dim] if assembly.dim < len(arguments) else 0
+    begin = arguments[assembly.start] if assembly.start is not None else 0
+    step = arguments[assembly.step] if assembly.step is not None else 1
     tensors: list[torch.Tensor] = [part.meta["val"] for part in nodes]
-    along = made.dim() > 0 and dim in (-1, made.dim() - 1) and step == 1
-    if not along or any(one.dim() != made.dim() or not one.numel() for one in tensors):
+    along = result.dim() > 0 and dim in (-1, result.dim() - 1) and step == 1
+    if not along or any(one.dim() != result.dim() or not one.numel() for one in tensors):
         raise DoesNotPrintError(f"{node.name} puts nothing side by side along the last dimension")
-    begin = begin + made.shape[-1] if begin < 0 else begin
-    if begin < 0 or begin + sum(int(one.shape[-1]) for one in tensors) > made.shape[-1]:
+    begin = begin + result.shape[-1] if begin < 0 else begin
+    if begin < 0 or begin + sum(int(one.shape[-1]) for one in tensors) > result.shape[-1]:
         raise DoesNotPrintError(f"{node.name} leaves out columns")
-    found = []
+    parts = []
     for part, tensor in zip(nodes, tensors, strict=True):
-        found.append(Part(part, int(begin), int(tensor.shape[-1])))
+        parts.append(Part(part, int(begin), int(tensor.shape[-1])))
         begin += int(tensor.shape[-1])
-    return tuple(found)
+    return tuple(parts)
 
 
 def moves_columns(nodes: Iterable[fx.Node]) -> bool:
@@ -142,8 +142,8 @@ def columns_before(part: torch.Tensor, whole: torch.Tensor) -> int | None:
         return None
     if any(n > 1 and a != b for n, a, b in zip(part.shape, part.stride(), whole.stride(), strict=True)):
         return None
-    before, rest = divmod(int(part.storage_offset() - whole.storage_offset()), int(part.stride()[-1]))
-    return before if not rest and 0 <= before <= whole.shape[-1] - part.shape[-1] else None
+    before, remainder = divmod(int(part.storage_offset() - whole.storage_offset()), int(part.stride()[-1]))
+    return before if not remainder and 0 <= before <= whole.shape[-1] - part.shape[-1] else None
 
 
 def _columns_before(view: fx.Node, inner: fx.Node, frame: Matrix) -> int | None:
@@ -169,22 +169,22 @@ def shifts_of(
     Raises:
         DoesNotPrintError: a member would be computed at too many shifts, or works along rows and is wanted at a shift.
     """
-    wanted: dict[fx.Node, set[int]] = {node: set() for node in members}
+    shifts: dict[fx.Node, set[int]] = {node: set() for node in members}
     for node in results:
-        wanted[node].add(0)
+        shifts[node].add(0)
     for node in reversed(members):
-        at = wanted[node] or {0}
+        at = shifts[node] or {0}
         if len(at) > MOST_SHIFTS or (node in reduce and at != {0}):
             raise DoesNotPrintError(f"{node.name} is wanted for other columns")
-        wanted[node] = at
+        shifts[node] = at
         for argument, begin in _reads(node):
             base, _ = made_by(argument)
-            if base in wanted and is_per_row(argument.meta["val"].shape, frame):
-                wanted[base].add(0)
-            elif base in wanted:
+            if base in shifts and is_per_row(argument.meta["val"].shape, frame):
+                shifts[base].add(0)
+            elif base in shifts:
                 moved = shift_between(argument, base, frame) or 0
-                wanted[base].update(shift - begin + moved for shift in at)
-    return {node: tuple(sorted(at)) for node, at in wanted.items()}
+                shifts[base].update(shift - begin + moved for shift in at)
+    return {node: tuple(sorted(at)) for node, at in shifts.items()}
 
 
 def is_per_row(shape: Sequence[int], frame: Matrix) -> bool:
@@ -220,6 +220,6 @@ def unfit_shifts(members: Sequence[fx.Node], frame: Matrix, reduce: Collection[f
     return ""
 
 
-def _is_whole(made: torch.Tensor, frame: Matrix) -> bool:
+def _is_whole(tensor: torch.Tensor, frame: Matrix) -> bool:
     """Whether a tensor may be a result of the group: it has all elements of the matrix, or one for each row."""
-    return made.numel() in (frame.numel, frame.rows)
+    return tensor.numel() in (frame.numel, frame.rows)

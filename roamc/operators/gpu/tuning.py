@@ -57,11 +57,11 @@ def tune(groups: Sequence[FusedKernel]) -> None:
     for group in groups:
         if len(group.shapes) > 1:
             alike.setdefault(group.key, []).append(group)
-    found = {key: _kept(machine, key, same[0]) for key, same in alike.items()}
-    left = [key for key, shape in found.items() if shape is None and bytes_of(alike[key][0]) >= LEAST_BYTES]
+    shapes = {key: _kept(machine, key, same[0]) for key, same in alike.items()}
+    left = [key for key, shape in shapes.items() if shape is None and bytes_of(alike[key][0]) >= LEAST_BYTES]
     left.sort(key=lambda key: -len(alike[key]) * bytes_of(alike[key][0]))
-    found |= _timed({key: alike[key][0] for key in left}, machine, device)
-    for key, shape in found.items():
+    shapes |= _timed({key: alike[key][0] for key in left}, machine, device)
+    for key, shape in shapes.items():
         for group in alike[key]:
             if shape is not None:
                 group.launch_in(shape)
@@ -80,7 +80,7 @@ def _timed(groups: dict[str, FusedKernel], machine: Machine, device: torch.devic
     """Time kernels, by their keys, while there is time; return and keep the shapes that were fastest."""
     if not groups:
         return {}
-    begun, found = clock(), {}
+    begun, shapes = clock(), {}
     # Programs are made under fake tensors, too.
     with without_modes(), torch.no_grad(), here.borrowed(device):
         for number, (key, group) in enumerate(groups.items()):
@@ -90,9 +90,9 @@ def _timed(groups: dict[str, FusedKernel], machine: Machine, device: torch.devic
             progress.say(f"timing kernel {number + 1} of {len(groups)}")
             shape = fastest(group, device)
             if shape is not None:
-                found[key] = shape
-    kept.keep(machine, {key: Kept(shape, kept.of(machine, key).compared) for key, shape in found.items()})
-    return found
+                shapes[key] = shape
+    kept.keep(machine, {key: Kept(shape, kept.of(machine, key).compared) for key, shape in shapes.items()})
+    return shapes
 
 
 def bytes_of(group: FusedKernel) -> Bytes:
