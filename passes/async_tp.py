@@ -79,7 +79,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 def _counts(graph: TrainGraph, group: object, options: Options) -> bool:
     """Whether collectives of ``group`` may run with products."""
     at_once = main_device(graph).type == "cuda" and has_symmetric_memory(group)
-    one_plan = any(known.group == group for known in graph.same_plan)
+    one_plan = any(planned.group == group for planned in graph.same_plan)
     return (at_once and one_plan) or (options.async_tp == "on" and (one_plan or not at_once))
 
 
@@ -155,8 +155,8 @@ def _multiply(gather: fx.Node, products: list[fx.Node], written: _Written) -> fx
             )
         whole.meta.update({"val": gather.meta["val"], STORAGES: gather.meta[STORAGES]})
         results, ids = [*results, gather.meta["val"]], [*ids, id_of(gather)]
-        kept: fx.Node = whole
-        gather.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not kept and user not in products)
+        pick: fx.Node = whole
+        gather.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not pick and user not in products)
     gather.target, gather.args = ALL_GATHER_MM, (gather.args[0], others, *gather.args[1:], whole is not None)
     gather.meta.update({"val": results, STORAGES: tuple(ids)})
     return whole
@@ -178,8 +178,8 @@ def _products(graph: TrainGraph, gather: fx.Node, written: _Written) -> Iterator
         if not same_phase or not isinstance(other, fx.Node) or not _is_as_it_was(first, gather):
             continue
         base = next((view.args[0] for view in reversed(list(_views(other)))), other)
-        there = written.place[base] < written.place[gather]
-        if there and not written.between(gather, product, gather, gather.all_input_nodes[0], other):
+        ready = written.place[base] < written.place[gather]
+        if ready and not written.between(gather, product, gather, gather.all_input_nodes[0], other):
             yield product
 
 
@@ -203,13 +203,13 @@ def _is_free(node: fx.Node) -> bool:
     return "recompute" not in node.meta and not is_kept(node)
 
 
-def _is_as_it_was(view: Any, made: fx.Node) -> bool:
-    """Whether ``view`` is what ``made`` made, with the same shape and strides."""
-    if not isinstance(view, fx.Node) or id_of(view) != id_of(made):
+def _is_as_it_was(view: Any, maker: fx.Node) -> bool:
+    """Whether ``view`` is what ``maker`` made, with the same shape and strides."""
+    if not isinstance(view, fx.Node) or id_of(view) != id_of(maker):
         return False
-    seen, whole = view.meta["val"], made.meta["val"]
-    lies = (seen.shape, seen.stride(), seen.storage_offset(), seen.dtype, seen.is_conj(), seen.is_neg())
-    return lies == (whole.shape, whole.stride(), whole.storage_offset(), whole.dtype, False, False) and seen.dim() == 2
+    value, whole = view.meta["val"], maker.meta["val"]
+    lies = (value.shape, value.stride(), value.storage_offset(), value.dtype, value.is_conj(), value.is_neg())
+    return lies == (whole.shape, whole.stride(), whole.storage_offset(), whole.dtype, False, False) and value.dim() == 2
 
 
 def _views(node: Any) -> Iterator[fx.Node]:

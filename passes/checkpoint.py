@@ -98,17 +98,17 @@ class _Finder:
         pending = [storage]
         while pending:
             current = pending[-1]
-            due = self._is_due(current, step)
+            to_renew = self._is_due(current, step)
             maker = self.memory.operators[self.memory.storages[current].producer]
-            needed = [read for read in maker.reads if self._is_due(read, step)] if due else []
+            needed = [read for read in maker.reads if self._is_due(read, step)] if to_renew else []
             if needed:
                 pending.extend(needed)
                 continue
             pending.pop()
-            if due:
-                made = tuple(index for index in maker.births if index in self.missing)
-                self.found.append(Run(step, maker.node.name, made))
-                self.missing.difference_update(made)
+            if to_renew:
+                storages = tuple(index for index in maker.births if index in self.missing)
+                self.found.append(Run(step, maker.node.name, storages))
+                self.missing.difference_update(storages)
 
     def _is_due(self, storage: int, step: int) -> bool:
         return storage in self.missing and step < self.until[self.memory.storages[storage].producer]

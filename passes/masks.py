@@ -111,8 +111,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     erase_dead(graph.graph, {*graph.gradients, *graph.saved})
     count = len(decision.seeds)
     who = "1 dropout takes its mask" if count == 1 else f"{count} dropouts take their masks"
-    said = f"masks: {who} from a counter, and other elements are kept than in eager"
-    return up_to_date(graph.replace(notes=(*graph.notes, said)), {**phase, **writer.phase})
+    note = f"masks: {who} from a counter, and other elements are kept than in eager"
+    return up_to_date(graph.replace(notes=(*graph.notes, note)), {**phase, **writer.phase})
 
 
 def _insert(writer: Writer, before: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:

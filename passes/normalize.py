@@ -87,11 +87,11 @@ def _live(graph: fx.Graph, apart: Collection[fx.Node], instead: Mapping[fx.Node,
     live: dict[fx.Node, None] = {}
     read: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
-        wanted = node.op in ("placeholder", "output") or (node.op == "call_function" and ops.must_run(node.target))
+        required = node.op in ("placeholder", "output") or (node.op == "call_function" and ops.must_run(node.target))
         used = any(user in live and (user not in apart or _drops(user, live)) for user in node.users)
         if used and node in instead:
             read[instead[node]] = None
-        elif wanted or used or node in read:
+        elif required or used or node in read:
             live[node] = None
     return live
 
@@ -102,15 +102,15 @@ def _handed_out(graph: fx.Graph) -> set[str]:
     Autograd sees outputs, and takes a view of ``x`` for one that needs a gradient where ``x`` does, unless a detach
     lies between them.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     waiting = list(output_node(graph).all_input_nodes)
     while waiting:
         node = waiting.pop()
-        if node.name not in found:
-            found.add(node.name)
+        if node.name not in names:
+            names.add(node.name)
             if node.op == "call_function" and ops.is_view(node.target):
                 waiting.extend(node.all_input_nodes)
-    return found
+    return names
 
 
 def _drops(dropout: fx.Node, live: Collection[fx.Node]) -> bool:

@@ -107,9 +107,9 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         if decision.order:
             raise PlanError("the plan has an order, and splits no collective: plan again")
         return graph
-    there = {node.name for node in graph.graph.nodes}
+    names = {node.name for node in graph.graph.nodes}
     return arrange(
-        split(graph, [name for name in decision.collectives if wait_name(name) not in there]), decision.order
+        split(graph, [name for name in decision.collectives if wait_name(name) not in names]), decision.order
     )
 
 
@@ -130,7 +130,7 @@ def _problem(
     own = workspaces(memory.operators, graph.threads).tolist()
     operators, names = order_problem(graph, memory, wanted(memory, options), own)
     number = {name: at for at, name in enumerate(names)}
-    taken = np.array([price.get(name, 0.0) for name in names])
+    seconds = np.array([price.get(name, 0.0) for name in names])
     sent, wait, channel = np.zeros(len(names)), np.full(len(names), -1, np.int32), np.full(len(names), -1, np.int32)
     groups: dict[str, int] = {}
     for node in collectives(graph):
@@ -138,6 +138,6 @@ def _problem(
         if wait_name(node.name) in number:
             wait[start] = number[wait_name(node.name)]
             channel[start] = groups.setdefault(str(group_of(node)), len(groups))
-            sent[start], taken[start] = taken[start], 0.0
-    arrays = read_only(taken), read_only(wait), read_only(channel), read_only(sent)
+            sent[start], seconds[start] = seconds[start], 0.0
+    arrays = read_only(seconds), read_only(wait), read_only(channel), read_only(sent)
     return OverlapProblem(operators, *arrays, *limits), names

@@ -75,12 +75,12 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 def _fits(node: fx.Node) -> bool:
     """Whether oneDNN can take this call: its operator, no factors, float32 on a CPU, every size above 0."""
-    if node.target not in ONEDNN or node.kwargs or not all(isinstance(given, fx.Node) for given in node.args):
+    if node.target not in ONEDNN or node.kwargs or not all(isinstance(value, fx.Node) for value in node.args):
         return False
-    tensors = [*tensors_in([given.meta["val"] for given in node.args]), node.meta["val"]]  # type: ignore[union-attr]
+    tensors = [*tensors_in([value.meta["val"] for value in node.args]), node.meta["val"]]  # type: ignore[union-attr]
     return all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.numel() for tensor in tensors)
 
 
 def _form(node: fx.Node) -> Form:
-    first, second = (given.meta["val"] for given in node.args[-2:])  # type: ignore[union-attr]
+    first, second = (value.meta["val"] for value in node.args[-2:])  # type: ignore[union-attr]
     return form_of(first, second)

@@ -68,8 +68,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             bytes of the results do not add up to ``decision.nbytes``.
     """
     memory = build_memory(graph)
-    now = possible(memory, range(len(memory.operators)), all_reuses(memory))
-    allowed = {(_maker(memory, reuse), reuse.position): memory.storages[reuse.result].nbytes for reuse in now}
+    reuses = possible(memory, range(len(memory.operators)), all_reuses(memory))
+    allowed = {(_maker(memory, reuse), reuse.position): memory.storages[reuse.result].nbytes for reuse in reuses}
     for name, position in decision.overwrites:
         if (name, position) not in allowed:
             raise PlanError(f"{name} cannot write over its argument {position} in this graph")

@@ -69,13 +69,13 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     site = Site(graph)
     estimates = Estimates.of(site, options)
     finder = Finder(site, _least_bytes(graph, estimates.profile), estimates, fast=options.numerics == "fast")
-    found: list[tuple[str, ...]] = []
+    group_names: list[tuple[str, ...]] = []
     for node in reversed(operators(graph.graph)):
         members = [] if node in finder.taken else finder.group(node)
         if members:
             finder.note(members)
-            found.append(tuple(member.name for member in members if not ops.is_view(member.target)))
-    decision, shares = Decision(tuple(reversed(found))), finder.fast and site.kind.several
+            group_names.append(tuple(member.name for member in members if not ops.is_view(member.target)))
+    decision, shares = Decision(tuple(reversed(group_names))), finder.fast and site.kind.several
     if not shares and not may_save(finder.memory):
         return decision
     inlined = with_inlines(graph, decision, estimates, fast=finder.fast)
@@ -295,20 +295,20 @@ class Finder:
         def add(nbytes: Bytes, first: int, last: int) -> None:
             more[max(first, begin) - begin : max(last, begin) - begin] += nbytes
 
-        made = {self.memory.owner[node.name, 0] for node in self.site.results(members)}
+        results = {self.memory.owner[node.name, 0] for node in self.site.results(members)}
         for step in mine:
             for birth in self.memory.operators[step].births:
                 born, dead = self.lives[birth]
                 add(-self.memory.storages[birth].nbytes, born, dead)
-                if birth in made:
+                if birth in results:
                     add(self.memory.storages[birth].nbytes, at, dead)
         for index in operands:
             if self.memory.storages[index].place is Place.TEMPORARY:
                 born, dead = self.lives[index]
                 others = [use for use in self.memory.uses[index] if use not in mine]
-                now = max([at, born, *others]) + 1
-                add(self.memory.storages[index].nbytes, dead, now)
-                add(-self.memory.storages[index].nbytes, now, dead)
+                new_dead = max([at, born, *others]) + 1
+                add(self.memory.storages[index].nbytes, dead, new_dead)
+                add(-self.memory.storages[index].nbytes, new_dead, dead)
         return more
 
     def _own(self, members: Sequence[fx.Node], at: int, more: Bytes) -> bool:

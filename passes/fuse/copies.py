@@ -73,8 +73,8 @@ class Writer:
         """Let ``reader`` read the copies of what it reads, and views of copies instead of views of those."""
         if any(blocks.base_of(argument) in copies for argument in reader.all_input_nodes):
             written.old.append((reader, (reader.args, reader.kwargs)))
-            now = {argument: self._version(argument, copies, reader, written) for argument in reader.all_input_nodes}
-            reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), now.__getitem__)
+            reads = {argument: self._version(argument, copies, reader, written) for argument in reader.all_input_nodes}
+            reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), reads.__getitem__)
 
     def _version(
         self, argument: fx.Node, copies: Mapping[fx.Node, fx.Node], reader: fx.Node, written: Written
@@ -83,11 +83,11 @@ class Writer:
         if base not in copies or argument is base:
             return copies.get(argument, argument)
         viewed = argument.all_input_nodes[0]
-        now = self._version(viewed, copies, reader, written)
-        args, kwargs = fx.map_arg((argument.args, argument.kwargs), lambda node: now if node is viewed else node)
+        version = self._version(viewed, copies, reader, written)
+        args, kwargs = fx.map_arg((argument.args, argument.kwargs), lambda node: version if node is viewed else node)
         with reader.graph.inserting_before(reader):
             view = reader.graph.create_node("call_function", argument.target, args, kwargs, name=argument.name)
-        fresh = dict(zip(ids_of(viewed), ids_of(now), strict=True))
+        fresh = dict(zip(ids_of(viewed), ids_of(version), strict=True))
         view.meta = {**argument.meta, STORAGES: tuple(fresh.get(own, own) for own in ids_of(argument))}
         self.phase[view.name] = self.phase[reader.name]
         written.new.append(view)

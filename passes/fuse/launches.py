@@ -100,11 +100,11 @@ class _Chooser:
                 alike.setdefault(update.form, []).append(update)
         chosen = [launch for same in alike.values() for launch in _divided(same)]
         with ExitStack() as undo:
-            chosen = [kept for launch in chosen for kept in self._kept(launch, self._place, undo)]
+            chosen = [fitting for launch in chosen for fitting in self._kept(launch, self._place, undo)]
         with ExitStack() as undo:
             for update in updates:
                 undo.callback(self.ledger.group(update.members, update.ready, ()))
-            chosen = [kept for launch in chosen for kept in self._kept(launch, _ready, undo)]
+            chosen = [fitting for launch in chosen for fitting in self._kept(launch, _ready, undo)]
         return tuple(tuple(update.name for update in launch) for launch in chosen)
 
     def _read_edges(self, steps: set[int]) -> None:

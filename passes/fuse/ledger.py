@@ -76,8 +76,8 @@ class Ledger:
                 continue
             operator = self.memory.operators[at]
             touched.update((*operator.births, *operator.reads, *operator.writes))
-            made = (position for position, _ in tensors_of(member) if (member, position) not in results)
-            hidden = {self.memory.owner[member.name, position] for position in made}.intersection(operator.births)
+            positions = (position for position, _ in tensors_of(member) if (member, position) not in results)
+            hidden = {self.memory.owner[member.name, position] for position in positions}.intersection(operator.births)
             self._nbytes[[self._row[birth] for birth in sorted(hidden) if birth in self._row]] = 0
         undo = self._moved(sorted(touched))
 

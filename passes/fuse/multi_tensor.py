@@ -83,8 +83,8 @@ def _out_of_order(groups: Sequence[fx.Node]) -> str:
         node = node.next
         if node in groups or node.op != "call_function" or ops.is_view(node.target):
             continue
-        made = {*all_ids([node]), *all_ids(ops.mutated_arguments(node))}
-        touched = {*made, *all_ids(node.all_input_nodes)}
-        if ops.rule(node.target).ordered or not (written.isdisjoint(touched) and read.isdisjoint(made)):
+        changed = {*all_ids([node]), *all_ids(ops.mutated_arguments(node))}
+        touched = {*changed, *all_ids(node.all_input_nodes)}
+        if ops.rule(node.target).ordered or not (written.isdisjoint(touched) and read.isdisjoint(changed)):
             return f"{node.name} stands between them, and uses what they write, or writes what they read"
     return ""

@@ -56,8 +56,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         for name in {member.name for member in members} - {node.name}:
             nodes.pop(name)
     left = {node.name for node in operators(graph.graph)}
-    kept = {name: part for name, part in phase.items() if name in left}
-    return with_shared_launches(graph.replace(phase=kept, waits=waits), decision.launches)
+    left_phase = {name: part for name, part in phase.items() if name in left}
+    return with_shared_launches(graph.replace(phase=left_phase, waits=waits), decision.launches)
 
 
 def kind_of_groups(graph: TrainGraph) -> type[Fused]:
@@ -153,10 +153,10 @@ class Site:
             if node is not root and is_kept(node):
                 return f"{node.name} is kept by roamc.keep"
         writes = bool(in_place.writers(members))
-        said = in_place.unfit(members) if writes else ""
-        said = said or self._other_waits(members) or self._out_of_order(members)
-        if said:
-            return said
+        reason = in_place.unfit(members) if writes else ""
+        reason = reason or self._other_waits(members) or self._out_of_order(members)
+        if reason:
+            return reason
         results = self.results(members)
         if not results and not writes:
             return f"nothing reads {root.name}"
@@ -166,7 +166,7 @@ class Site:
             early = self._early_reader(members)
             if early:
                 return early
-        wrong = next((said for node in results if (said := self.kind.unwritable(node, matrix))), "")
+        wrong = next((reason for node in results if (reason := self.kind.unwritable(node, matrix))), "")
         if wrong:
             return wrong
         alike = self.alike.key(members, results if writes else ())
@@ -229,8 +229,8 @@ class Site:
             self.made[member] = place - 0.5 if several else self.position[member]
 
         def back() -> None:
-            for member, read, made in before:
-                self.read[member], self.made[member] = read, made
+            for member, read, born in before:
+                self.read[member], self.made[member] = read, born
 
         return back
 
@@ -252,15 +252,15 @@ class Site:
 
     def leave_idle(self, views: Iterable[fx.Node]) -> Callable[[], None]:
         """Note which of ``views``, and of the views that they view, nothing reads; return a function that undoes it."""
-        found: list[fx.Node] = []
+        idle_views: list[fx.Node] = []
         for view in views:
             while view.op == "call_function" and ops.is_view(view.target) and not self.read_outside(view, set()):
-                found.append(view)
+                idle_views.append(view)
                 self.idle.add(view)
                 view = view.all_input_nodes[0]
 
         def back() -> None:
-            self.idle.difference_update(found)
+            self.idle.difference_update(idle_views)
 
         return back
 
@@ -321,15 +321,15 @@ class Site:
 
 def _touched(graph: TrainGraph) -> dict[StorageId, list[tuple[fx.Node, bool]]]:
     """Return storage id to the operators of ``graph`` that touch it, each with whether it writes or makes it."""
-    found: dict[StorageId, list[tuple[fx.Node, bool]]] = {}
+    touches: dict[StorageId, list[tuple[fx.Node, bool]]] = {}
     for node in operators(graph.graph):
         if ops.is_view(node.target):
             continue
         read = all_ids(node.all_input_nodes)
-        made = {*all_ids([node]), *all_ids(ops.mutated_arguments(node))}
-        for own in dict.fromkeys([*read, *made]):
-            found.setdefault(own, []).append((node, own in made))
-    return found
+        changed = {*all_ids([node]), *all_ids(ops.mutated_arguments(node))}
+        for own in dict.fromkeys([*read, *changed]):
+            touches.setdefault(own, []).append((node, own in changed))
+    return touches
 
 
 def operands_of(members: Sequence[fx.Node]) -> list[fx.Node]:

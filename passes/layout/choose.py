@@ -86,19 +86,19 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
     within = [placement for placement in plain if room is not None and placement.peak_bytes <= room][: effort.layouts]
     lowest = min(plain, key=lambda placement: placement.peak_bytes)
     without_arena = next(placement for placement in plain if (placement.with_allocator | table.foreign).all())
-    found: list[tuple[Rank, Laid]] = []
+    ranked: list[tuple[Rank, Laid]] = []
     for placement in (plain[0], *cheapest, *within, lowest, without_arena):
-        if found and min(rank for rank, _ in found) <= (False, False, 0, False, estimate[id(placement)]):
+        if ranked and min(rank for rank, _ in ranked) <= (False, False, 0, False, estimate[id(placement)]):
             continue
         for laid in _laid_out(table, placement, alignment, options, shrinks=shrinks):
             # The first of all is what we would take if there were no trims: no other is to be much above it.
-            highest = found[0][1].peak_bytes if found else laid.peak_bytes
+            highest = ranked[0][1].peak_bytes if ranked else laid.peak_bytes
             higher = laid.peak_bytes > highest + max(effort.allocator_call, highest // effort.higher_share)
             fits = limit is None or laid.needed_bytes <= limit
             above = fits and is_above(laid.peak_bytes, eager_bytes)
             over = excess(table, placement.with_allocator, int(laid.solution.arena_bytes)) if fits else 0
-            found.append(((not fits, above, over, higher, laid.cost if fits else laid.needed_bytes), laid))
-    return min(found, key=lambda item: item[0])[1]
+            ranked.append(((not fits, above, over, higher, laid.cost if fits else laid.needed_bytes), laid))
+    return min(ranked, key=lambda item: item[0])[1]
 
 
 def _estimated(table: Table, ranked: Sequence[Placement], *, shrinks: bool) -> Iterator[tuple[Bytes, Placement]]:

@@ -120,12 +120,12 @@ def moments(memory: MemoryModel, workspace: Int64s, floor: Floor, *, idle: bool)
         idle: whether the arena keeps its memory after backward.
     """
     names = [operator.node.name for operator in memory.operators]
-    known = np.array([floor.get(name, (0, 0)) for name in (*names, BETWEEN, AFTER)], dtype=np.int64).T
+    fewest = np.array([floor.get(name, (0, 0)) for name in (*names, BETWEEN, AFTER)], dtype=np.int64).T
     most = np.array(list(floor.values()), dtype=np.int64).max(axis=0)
     loss = LOSS * sum(storage.nbytes for storage in memory.counted if storage.place is Place.TANGENT)
     update = UPDATE * int(sizes(memory.counted)[_late(memory)].sum())
     slack = np.append(workspace, [loss, update]) + NUMBERS
-    return Moments(known, most[:, None], slack, _outputs(memory), idle)
+    return Moments(fewest, most[:, None], slack, _outputs(memory), idle)
 
 
 def _late(memory: MemoryModel) -> Bools:

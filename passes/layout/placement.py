@@ -169,7 +169,7 @@ def placements(table: Table, eager_bytes: Bytes | None = None) -> list[Placement
         eager_bytes: most bytes that eager holds at one step; None if that is no limit.
     """
     everything = _placement(table, ~table.foreign)
-    found = {everything.with_allocator.tobytes(): everything}
+    distinct = {everything.with_allocator.tobytes(): everything}
     starts = [table.elsewhere]
     if table.saved.any():
         # The caller's tensors grow as backward goes and saved ones shrink: with the allocator these free their room.
@@ -177,7 +177,7 @@ def placements(table: Table, eager_bytes: Bytes | None = None) -> list[Placement
     for start in starts:
         tried = [_placement(table, with_allocator) for with_allocator in _grid(table, start)]
         tried.append(_relieve(table, min(tried, key=_preference)))
-        found |= {placement.with_allocator.tobytes(): placement for placement in tried}
+        distinct |= {placement.with_allocator.tobytes(): placement for placement in tried}
 
     def rank(placement: Placement) -> tuple[bool, Bytes, Bytes, Bytes]:
         mask = placement.with_allocator
@@ -185,7 +185,7 @@ def placements(table: Table, eager_bytes: Bytes | None = None) -> list[Placement
         above = is_above(placement.peak_bytes, eager_bytes)
         return above, over, cost(placement.total // 2, placement, table.effort), placement.passed
 
-    return sorted(found.values(), key=rank)
+    return sorted(distinct.values(), key=rank)
 
 
 def is_above(peak_bytes: Bytes, eager_bytes: Bytes | None) -> bool:
@@ -210,8 +210,8 @@ def excess(table: Table, with_allocator: Bools, arena_bytes: Bytes) -> Bytes:
     lives = [(_outside(table, with_allocator, table.size, dead), dead) for dead in (table.dead, table.dropped)]
     ours = np.stack([at_moments(live, size, table.born, dead, eager.output, table.boundary) for live, dead in lives])
     waits = table.boundary and (eager.idle or (table.saved & ~with_allocator).any())
-    there = np.append(np.ones(table.steps, dtype=np.int64), [bool(waits), bool(table.boundary and eager.idle)])
-    ours += arena_bytes * there
+    has_arena = np.append(np.ones(table.steps, dtype=np.int64), [bool(waits), bool(table.boundary and eager.idle)])
+    ours += arena_bytes * has_arena
     return max(0, int(np.where(ours <= eager.floor, 0, ours + eager.slack - eager.most).max(initial=0)))
 
 

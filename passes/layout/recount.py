@@ -49,13 +49,13 @@ def _trimmed(trims: Sequence[Trim], memory: MemoryModel) -> Int64s:
     """Bytes of the arena that are trimmed at every step."""
     step = {operator.node.name: number for number, operator in enumerate(memory.operators)}
     steps = len(memory.operators)
-    gone = np.zeros(steps, dtype=np.int64)
+    trimmed = np.zeros(steps, dtype=np.int64)
     for trim in trims:
         unknown = [name for name in (trim.after, trim.before) if name and name not in step]
         if unknown:
             raise PlanError(f"{trim} names {unknown[0]!r}, which is no operator of this graph")
-        gone[step[trim.after] + 1 if trim.after else 0 : step[trim.before] if trim.before else steps] += trim.nbytes
-    return gone
+        trimmed[step[trim.after] + 1 if trim.after else 0 : step[trim.before] if trim.before else steps] += trim.nbytes
+    return trimmed
 
 
 def _needed(table: Table, outside: Int64s, tensors: Int64s, layout: Layout, inside: Bools) -> Bytes:

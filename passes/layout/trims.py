@@ -55,11 +55,11 @@ def moments(table: Table, placement: Placement) -> tuple[Int64s, ...]:
     if peak(arena) < table.effort.trim.least_bytes:
         return tuple(np.append(outside + table.workspace, 0) for outside in outsides(table, placement.with_allocator))
     gradients = int(table.padded[table.foreign & (table.dropped == table.steps)].sum()) if table.saved.any() else 0
-    found = []
+    by_caller = []
     for outside in outsides(table, placement.with_allocator):
         inside = outside + table.workspace
-        found.append(np.append(inside, min(2 * gradients, peak(arena + inside))))
-    return tuple(found)
+        by_caller.append(np.append(inside, min(2 * gradients, peak(arena + inside))))
+    return tuple(by_caller)
 
 
 def taken(table: Table, inside: Bools, arena_bytes: Bytes, outside: Int64s, *, keeps: bool) -> Bytes:

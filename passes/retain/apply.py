@@ -50,8 +50,8 @@ def _agreed(graph: TrainGraph) -> TrainGraph:
 
     A rank on which none runs again has it as well; else the others would wait for it.
     """
-    known = {agreement.group for agreement in graph.agreements}
-    missing = [each.group for each in graph.same_plan if each.group not in known]
+    agreed_groups = {agreement.group for agreement in graph.agreements}
+    missing = [each.group for each in graph.same_plan if each.group not in agreed_groups]
     more = (Agreement(group, (), (), (), "") for group in missing)
     return graph.replace(agreements=(*graph.agreements, *more)) if missing else graph
 

@@ -101,26 +101,26 @@ def values(memory: MemoryModel) -> Iterator[Value]:
 
 def _whole_nodes(memory: MemoryModel) -> dict[int, fx.Node]:
     """Storage to the node that stands for all of it: what makes it, or picks it of several results."""
-    found: dict[int, fx.Node] = {}
+    whole: dict[int, fx.Node] = {}
     for op in memory.operators:
         single = isinstance(op.node.meta.get("val"), torch.Tensor)
         for node in (op.node,) if single else op.node.users:
-            known = (node.name, 0) in memory.owner and isinstance(node.meta.get("val"), torch.Tensor)
-            if known and memory.owner[node.name, 0] in op.births and fills_storage(node.meta["val"]):
-                found.setdefault(memory.owner[node.name, 0], node)
-    return found
+            is_tensor = (node.name, 0) in memory.owner and isinstance(node.meta.get("val"), torch.Tensor)
+            if is_tensor and memory.owner[node.name, 0] in op.births and fills_storage(node.meta["val"]):
+                whole.setdefault(memory.owner[node.name, 0], node)
+    return whole
 
 
 def _reads(memory: MemoryModel) -> dict[int, list[tuple[Phase, Read]]]:
     """Per storage its readers in graph order, one entry for each argument."""
-    found: dict[int, list[tuple[Phase, Read]]] = {storage.index: [] for storage in memory.storages}
+    reads: dict[int, list[tuple[Phase, Read]]] = {storage.index: [] for storage in memory.storages}
     for op in memory.operators:
         for argument in op.node.all_input_nodes:
             position = op.node.args.index(argument) if op.node.args.count(argument) == 1 else -1
             for storage in {memory.owner[argument.name, at]: None for at, _ in tensors_of(argument)}:
                 if storage not in op.births:
-                    found[storage].append((op.phase, Read(op.node, _unaliased(argument), position)))
-    return found
+                    reads[storage].append((op.phase, Read(op.node, _unaliased(argument), position)))
+    return reads
 
 
 def _unaliased(node: fx.Node) -> fx.Node:
@@ -177,15 +177,15 @@ def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
             codec is unknown or does not fit.
     """
     writer = _Writer(graph)
-    known = {value.storage.name: value for value in values(writer.memory)}
-    taken: set[str] = set()
+    by_name = {value.storage.name: value for value in values(writer.memory)}
+    encoded: set[str] = set()
     for code in codes:
-        if code.storage in taken:
+        if code.storage in encoded:
             raise PlanError(f"the plan keeps {code.storage!r} in two codes")
-        taken.add(code.storage)
-        if code.storage not in known:
+        encoded.add(code.storage)
+        if code.storage not in by_name:
             raise PlanError(f"this graph has no storage {code.storage!r} that could be kept smaller")
-        writer.add(known[code.storage], coding_of(known[code.storage], code.codec))
+        writer.add(by_name[code.storage], coding_of(by_name[code.storage], code.codec))
     writer.write()
     return writer.finished().replace(encodings=(*graph.encodings, *writer.encodings))
 
@@ -210,18 +210,18 @@ class _Writer(Versions):
         self.codes: dict[fx.Node, fx.Node] = {}
         self.decoded: dict[fx.Node, fx.Node] = {}
 
-    def add(self, value: Value, kept: tuple[Codec, Coding] | None) -> None:
+    def add(self, value: Value, chosen: tuple[Codec, Coding] | None) -> None:
         """Insert the ``encode`` nodes of ``value`` behind its last reader in forward, and note its later readers.
 
         Args:
             value: the storage, with its readers.
-            kept: codec and coding of the value; None if readers behind forward need only the shape.
+            chosen: codec and coding of the value; None if readers behind forward need only the shape.
         """
         for read in value.shapes:
             self.shapes.setdefault(read.reader, []).append((read.position, value))
-        if kept is None:
+        if chosen is None:
             return
-        codec, coding = kept
+        codec, coding = chosen
         node, late = value.saved.node, value.saved.late
         last = max((node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
         encode = recorded(coding, "encode", *geometry_of(node))
@@ -250,25 +250,25 @@ class _Writer(Versions):
 
     def _decode(self, value: Value, decode: fx.Graph, at: fx.Node) -> None:
         node = value.saved.node
-        made = self._insert(decode, self.codes[node], node, at, at, self._mark(value, "decode"))
-        _check_decoded(made, node)
+        result = self._insert(decode, self.codes[node], node, at, at, self._mark(value, "decode"))
+        _check_decoded(result, node)
         names = [node]
         for name in names:
-            self.decoded[name], self.first[made] = made, name
+            self.decoded[name], self.first[result] = result, name
             names += [user for user in name.users if ops.rule(user.target).renames]
 
     def _stand_in(self, reader: fx.Node, position: int, value: Value) -> None:
         tensor = value.saved.tensor
         recorded = recorded_stand_in(tuple(map(int, tensor.shape)), tensor.dtype, tensor.device)
-        made = self._insert(recorded, None, value.saved.node, reader, reader, self._mark(value, "shape"))
-        reader.args = (*reader.args[:position], made, *reader.args[position + 1 :])
+        stand_in = self._insert(recorded, None, value.saved.node, reader, reader, self._mark(value, "shape"))
+        reader.args = (*reader.args[:position], stand_in, *reader.args[position + 1 :])
 
     def _insert(
-        self, recorded: fx.Graph, given: fx.Node | None, like: fx.Node, before: fx.Node, phase_of: fx.Node, mark: Mark
+        self, recorded: fx.Graph, source: fx.Node | None, like: fx.Node, before: fx.Node, phase_of: fx.Node, mark: Mark
     ) -> fx.Node:
-        """Copy ``recorded`` in front of ``before``, reading ``given``, with the name and stack trace of ``like``."""
+        """Copy ``recorded`` in front of ``before``, reading ``source``, with the name and stack trace of ``like``."""
         with self.graph.graph.inserting_before(before):
-            nodes, result = copy_into(self.graph.graph, self.mode, recorded, given, f"{like.name}_{mark.role}")
+            nodes, result = copy_into(self.graph.graph, self.mode, recorded, source, f"{like.name}_{mark.role}")
         for node in nodes:
             node.name = self.names.fresh(f"{like.name}_{mark.role}")
             node.meta |= {key: like.meta[key] for key in ("stack_trace",) if key in like.meta}
@@ -278,7 +278,7 @@ class _Writer(Versions):
 
 
 def copy_into(
-    graph: fx.Graph, mode: FakeTensorMode, recorded: fx.Graph, given: fx.Node | None, name: str
+    graph: fx.Graph, mode: FakeTensorMode, recorded: fx.Graph, source: fx.Node | None, name: str
 ) -> tuple[list[fx.Node], fx.Node]:
     """Insert the operators of ``recorded`` into ``graph`` where it inserts now, and run them on fake tensors.
 
@@ -286,26 +286,26 @@ def copy_into(
         graph: the graph to write into.
         mode: the fake mode of its tensors.
         recorded: operators with one output, and one placeholder or none.
-        given: node of ``graph`` that stands for the placeholder; None if there is none.
+        source: node of ``graph`` that stands for the placeholder; None if there is none.
         name: name of the new nodes, which FX makes unique.
 
     Returns:
         The new nodes, first to last, and the one that stands for the output.
     """
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     fresh: list[fx.Node] = []
     for node in recorded.nodes:
         if node.op == "placeholder":
-            made[node] = given  # type: ignore[assignment]
+            copies[node] = source  # type: ignore[assignment]
         elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = graph.create_node("call_function", node.target, args, kwargs, name=name)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = graph.create_node("call_function", node.target, args, kwargs, name=name)
             with mode:
                 values = fx.map_arg((args, kwargs), value_of)
-                made[node].meta["val"] = node.target(*values[0], **values[1])
-            number_result(made[node])
-            fresh.append(made[node])
-    return fresh, made[output_node(recorded).args[0]]  # type: ignore[index]
+                copies[node].meta["val"] = node.target(*values[0], **values[1])
+            number_result(copies[node])
+            fresh.append(copies[node])
+    return fresh, copies[output_node(recorded).args[0]]  # type: ignore[index]
 
 
 def geometry_of(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
@@ -329,9 +329,9 @@ def recorded(
     """
     mode = FakeTensorMode()
     with mode:
-        given = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        example = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     way_of = coding.encode if way == "encode" else coding.decode
-    graph = trace(lambda tensor: way_of(tensor), [given], mode).graph
+    graph = trace(lambda tensor: way_of(tensor), [example], mode).graph
     number(graph)
     return graph
 
@@ -347,10 +347,10 @@ def recorded_stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     return graph
 
 
-def _check_decoded(made: fx.Node, node: fx.Node) -> None:
+def _check_decoded(result: fx.Node, node: fx.Node) -> None:
     """Raise PlanError unless the last operator of a decoding makes a tensor like the value of ``node``."""
-    decoded, wanted = (
-        (tensor.dtype, tuple(tensor.shape), tensor.stride()) for tensor in (made.meta["val"], node.meta["val"])
+    decoded, needed = (
+        (tensor.dtype, tuple(tensor.shape), tensor.stride()) for tensor in (result.meta["val"], node.meta["val"])
     )
-    if decoded != wanted:
-        raise PlanError(f"the codec of {node.name} decodes {decoded} in the place of {wanted} (dtype, shape, strides)")
+    if decoded != needed:
+        raise PlanError(f"the codec of {node.name} decodes {decoded} in the place of {needed} (dtype, shape, strides)")

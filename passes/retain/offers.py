@@ -56,10 +56,10 @@ def offered(
     writer = _Offers(asked, options, profile)
     least = sum(storage.nbytes for storage in asked.memory.saved) // effort.worth_share
     large = [value for value in values(asked.memory) if value.storage.nbytes > least and writer.knows_readers(value)]
-    found = [(value, name, coding) for value in large for name, coding in codings(value, options.codecs)]
+    candidates = [(value, name, coding) for value in large for name, coding in codings(value, options.codecs)]
     return [
-        (Code(value.storage.name, name), writer.offer(value, coding, (place, len(found))))
-        for place, (value, name, coding) in enumerate(found)
+        (Code(value.storage.name, name), writer.offer(value, coding, (place, len(candidates))))
+        for place, (value, name, coding) in enumerate(candidates)
     ]
 
 
@@ -165,8 +165,8 @@ class _Offers:
             key = "stand-in", geometry
             if key not in self.rows:
                 mini = _Small(geometry)
-                made = mini.add(recorded_stand_in(shape, dtype, device))
-                self.rows[key] = self._numbered(mini, made, made, set())
+                stand_in = mini.add(recorded_stand_in(shape, dtype, device))
+                self.rows[key] = self._numbered(mini, stand_in, stand_in, set())
             for row in self.rows[key].decode:
                 yield row, read.reader
 
@@ -175,13 +175,13 @@ class _Offers:
         graph = mini.finished(self.asked.graph.threads)
         memory = build_memory(graph)
         order = [op.node.name for op in memory.operators]
-        asked = question(
+        small_question = question(
             graph, self.options, order, cost.prices(graph, self.profile), self.asked.allowed, as_given=True
         )
-        problem = asked.problem
-        rows = [self._row(asked, op) for op in range(1, problem.num_ops)]
+        problem = small_question.problem
+        rows = [self._row(small_question, op) for op in range(1, problem.num_ops)]
         encode = tuple(row for row, name in zip(rows, order[1:], strict=True) if name in encoding)
-        buffer = {storage.index: number for number, storage in enumerate(asked.storages)}
+        buffer = {storage.index: number for number, storage in enumerate(small_question.storages)}
         return _Rows(
             encode=encode,
             decode=tuple(rows[len(encode) :]),
@@ -189,9 +189,9 @@ class _Offers:
             result=buffer[memory.storage_of(result).index] - 1,
         )
 
-    def _row(self, asked: Question, op: int) -> _Row:
-        problem, order = asked.problem, asked.problem.order
-        made = writes(order).lists()[op]
+    def _row(self, small_question: Question, op: int) -> _Row:
+        problem, order = small_question.problem, small_question.problem.order
+        buffers = writes(order).lists()[op]
         reusable = reusables(order).lists()
         return _Row(
             seconds=float(problem.seconds[op]),
@@ -199,7 +199,7 @@ class _Offers:
             repeatable=bool(problem.repeatable[op]),
             reads=tuple(map(_own, reads(order).lists()[op])),
             makes=tuple(
-                Made(int(order.size[k]), bool(problem.droppable[k]), tuple(map(_own, reusable[k]))) for k in made
+                Made(int(order.size[k]), bool(problem.droppable[k]), tuple(map(_own, reusable[k]))) for k in buffers
             ),
         )
 
@@ -221,9 +221,9 @@ class _Small:
             self.source.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         number_result(self.source)
 
-    def add(self, steps: fx.Graph, given: fx.Node | None = None) -> fx.Node:
-        """Add recorded operators that read ``given``, or the storage if that is None; return the node of the result."""
-        return copy_into(self.graph, self.mode, steps, given or self.source, "coded")[1]
+    def add(self, steps: fx.Graph, source: fx.Node | None = None) -> fx.Node:
+        """Add recorded operators that read ``source``, or the storage if it is None; return the node of the result."""
+        return copy_into(self.graph, self.mode, steps, source or self.source, "coded")[1]
 
     def finished(self, threads: int) -> TrainGraph:
         """Return the graph, in which all is forward and nothing is handed out."""
@@ -240,8 +240,8 @@ def _own(buffer: int) -> int:
 def _placed(row: _Row, part: Part, anchor: int, rank: int, source: int) -> Extra:
     """The operator at its place, with ``source`` for the storage that it reads."""
     makes = tuple(
-        dataclasses.replace(made, reusable=tuple(source if k == _SOURCE else k for k in made.reusable))
-        for made in row.makes
+        dataclasses.replace(result, reusable=tuple(source if k == _SOURCE else k for k in result.reusable))
+        for result in row.makes
     )
     read = tuple(source if buffer == _SOURCE else buffer for buffer in row.reads)
     return Extra(part, anchor, rank, row.seconds, row.workspace, row.repeatable, read, makes)

@@ -76,7 +76,7 @@ def question(
     if not as_given:
         sequence = reference_order(problem, np.array(sequence, dtype=np.int32)).tolist()
     storages = buffers_of(memory)
-    made = make_problem(
+    retain_problem = make_problem(
         problem,
         sequence,
         seconds=[prices[name] if name else 0.0 for name in names],
@@ -87,7 +87,7 @@ def question(
         waiting=graph.in_flight - 1,
         boundary=names.index(HANDOVER) if graph.in_flight > 1 else -1,
     )
-    return Question(graph, memory, made, tuple(names), storages, allowed)
+    return Question(graph, memory, retain_problem, tuple(names), storages, allowed)
 
 
 def _idle(memory: MemoryModel, names: Sequence[str]) -> list[bool]:

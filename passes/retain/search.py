@@ -157,15 +157,15 @@ class Choice:
 
     def _decision(self, solution: RetainSolution, target: Bytes) -> Decision:
         """The solver's answer with names for its numbers, after a judge has counted it on the graph with its codecs."""
-        asked = self.written(solution.taken)
-        self._judge(solution, asked, target)
-        names = [asked.operators[v] for v in asked.problem.sequence.tolist()]
+        encoded = self.written(solution.taken)
+        self._judge(solution, encoded, target)
+        names = [encoded.operators[v] for v in encoded.problem.sequence.tolist()]
         runs = [
-            Run(again.before, asked.operators[again.operator], tuple(asked.storages[k].index for k in again.renews))
+            Run(again.before, encoded.operators[again.operator], tuple(encoded.storages[k].index for k in again.renews))
             for again in solution.reruns
         ]
-        reruns, sequence = with_readers(asked.graph, names, runs, dict(self.once))
-        seconds = dict(zip(asked.operators, asked.problem.seconds.tolist(), strict=True))
+        reruns, sequence = with_readers(encoded.graph, names, runs, dict(self.once))
+        seconds = dict(zip(encoded.operators, encoded.problem.seconds.tolist(), strict=True))
         unread = math.fsum(seconds[run.operator] for run in runs) - math.fsum(seconds[one.operator] for one in reruns)
         offers = [self.asked.problem.offers[place] for place in solution.taken]
         sizes = self.asked.problem.order.size

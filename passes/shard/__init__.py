@@ -71,13 +71,13 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     if options.shard != "sequence":
         return Decision()
     heads = classes.heads(graph)
-    found = choose.regions(_by_class(graph, heads))
+    all_regions = choose.regions(_by_class(graph, heads))
     regions = tuple(
         (each.first.name, each.ranks, each.tokens, _named(each, Form.SHARD), _named(each, Form.SUM))
-        for each in found
+        for each in all_regions
         if each.even
     )
-    uneven = tuple((each.first.name, each.ranks, each.tokens) for each in found if not each.even)
+    uneven = tuple((each.first.name, each.ranks, each.tokens) for each in all_regions if not each.even)
     return Decision(regions, uneven, tuple((head.gathered, head.ranks, head.values) for head in heads))
 
 
@@ -132,31 +132,31 @@ def _agreements(graph: TrainGraph, decision: Decision) -> tuple[Agreement, ...]:
     return tuple(agreement(graph, group, names, repr(decision)) for group, names in sharded_by.items())
 
 
-def _told(before: TrainGraph, now: TrainGraph, region: Region) -> str:
+def _told(before: TrainGraph, after: TrainGraph, region: Region) -> str:
     """What became of a region, for the plan."""
     values = f"{len(region.shards)} values of {region.tokens} tokens, from {region.shards[0]} to {region.shards[-1]}"
-    return f"shard: {values}, are split among {region.ranks} ranks; {_sent(before, now, region.first, region.ranks)}"
+    return f"shard: {values}, are split among {region.ranks} ranks; {_sent(before, after, region.first, region.ranks)}"
 
 
-def _told_of_head(before: TrainGraph, now: TrainGraph, head: Head) -> str:
+def _told_of_head(before: TrainGraph, after: TrainGraph, head: Head) -> str:
     """What became of scores that were gathered, for the plan."""
     values = f"{len(head.values)} values, from {head.gathered} to {head.values[-1]}"
-    sent = _sent(before, now, classes.gather_of(before, head), head.ranks)
+    sent = _sent(before, after, classes.gather_of(before, head), head.ranks)
     return f"shard: {values}, stay split by class among {head.ranks} ranks; {sent}"
 
 
-def _sent(before: TrainGraph, now: TrainGraph, first: str, ranks: int) -> str:
+def _sent(before: TrainGraph, after: TrainGraph, first: str, ranks: int) -> str:
     """What a step of the group of the collective ``first`` sends."""
     group = next(group_of(node) for node in operators(before.graph) if node.name == first)
-    was, has = (traffic(graph, group, ranks) for graph in (before, now))
+    was, has = (traffic(graph, group, ranks) for graph in (before, after))
     return f"a step has {has}, and had {was}"
 
 
-def _named(found: choose.Found, form: Form) -> tuple[str, ...]:
+def _named(region: choose.Found, form: Form) -> tuple[str, ...]:
     """The names of the region's values that have ``form``; a picked result has that of what it is picked from."""
     return tuple(
         name
-        for node, forms in found.forms.items()
+        for node, forms in region.forms.items()
         if choose.maker(node) is node
         for name in choose.names(node, forms, form)
     )

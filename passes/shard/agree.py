@@ -63,15 +63,15 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _met(graph: TrainGraph, group: object, wanted: set[fx.Node]) -> set[fx.Node]:
-    """``wanted`` and all that these values are computed from, with what was written to their memory."""
+def _met(graph: TrainGraph, group: object, roots: set[fx.Node]) -> set[fx.Node]:
+    """``roots`` and all that these values are computed from, with what was written to their memory."""
     writers = [
         (node, all_ids(ops.mutated_arguments(node)))
         for node in operators(graph.graph)
         if ops.mutated_arguments(node) and graph.phase[node.name] is not Phase.UPDATE
     ]
     met: set[fx.Node] = set()
-    waiting = list(wanted)
+    waiting = list(roots)
     while waiting:
         node = waiting.pop()
         if node in met:

@@ -68,17 +68,17 @@ def regions(graph: TrainGraph) -> list[Found]:
     A region whose number of tokens the ranks do not divide has no forms. One in which no operator works on shards is
     left out.
     """
-    found: list[Found] = []
+    sharded: list[Found] = []
     taken: set[fx.Node] = set()
     for each in _candidates(graph):
         search = _Search(graph, each, taken)
         each.forms = search.run()
         if each.forms:
             taken |= set(each.forms)
-            found.append(each)
+            sharded.append(each)
             if not each.even:
                 each.forms = {}
-    return found
+    return sharded
 
 
 def is_source(node: fx.Node) -> bool:
@@ -156,13 +156,13 @@ class _Search:
 
     def _settle(self, sources: list[fx.Node]) -> None:
         """Derive all forms from ``sources``, forwards and backwards."""
-        wanted: dict[fx.Node, None] = {}
+        read_as_rows: dict[fx.Node, None] = {}
         while True:
-            self._spread(sources, wanted)
-            more = {node: None for node in self._read_as_rows() if node not in wanted and self._may_begin(node)}
+            self._spread(sources, read_as_rows)
+            more = {node: None for node in self._read_as_rows() if node not in read_as_rows and self._may_begin(node)}
             if not more:
                 return
-            wanted |= more
+            read_as_rows |= more
 
     def _gathers_more(self, product: fx.Node) -> bool:
         """Whether ``product``, computed on rows, makes a gather of more bytes than that of what it multiplies."""
@@ -194,15 +194,15 @@ class _Search:
         for user in node.users:
             call = self.calls.get(user)
             if call is not None:
-                found = self._looks(call) and self._is_gathered(user, phase)
+                gathered = self._looks(call) and self._is_gathered(user, phase)
             elif user.target is operator.getitem:
-                found = False  # one result of several, which is asked for by itself
+                gathered = False  # one result of several, which is asked for by itself
             elif user.op == "call_function" and ops.is_view(user.target):
                 turns = [reader for reader in user.users if Turned(user) in _args(self.calls.get(reader))]
-                found = len(turns) < len(user.users) and self._is_gathered(user, phase)
+                gathered = len(turns) < len(user.users) and self._is_gathered(user, phase)
             else:
-                found = phase is None or user.op == "output" or self.graph.phase[user.name] is phase
-            if found:
+                gathered = phase is None or user.op == "output" or self.graph.phase[user.name] is phase
+            if gathered:
                 return True
         return False
 
@@ -220,16 +220,16 @@ class _Search:
         """Nodes that stay whole: of other regions and updates, written in place, or returned with gaps in memory."""
         written = all_ids(argument for node in self.nodes for argument in ops.mutated_arguments(node))
         returned = {node for node in output_values(self.graph.graph) if node is not None}
-        found = set(self.taken)
+        fixed = set(self.taken)
         for node in self.nodes:
             dense = all(tensor.is_contiguous() for _, tensor in tensors_of(node))
             late = self.graph.phase[node.name] is Phase.UPDATE
             if late or not written.isdisjoint(ids_of(node)) or (node in returned and not dense):
-                found.add(node)
-        return found
+                fixed.add(node)
+        return fixed
 
-    def _spread(self, sources: list[fx.Node], wanted: dict[fx.Node, None]) -> None:
-        """Derive all forms anew, in graph order, from ``sources`` and the nodes in ``wanted``."""
+    def _spread(self, sources: list[fx.Node], read_as_rows: dict[fx.Node, None]) -> None:
+        """Derive all forms anew, in graph order, from ``sources`` and the nodes in ``read_as_rows``."""
         self.forms.clear()
         self.calls.clear()
         begin = set(sources)
@@ -240,7 +240,7 @@ class _Search:
                 continue
             elif len(picked := picked_forms(node, self.forms)) == 1:
                 self.forms[node] = picked
-            elif node in wanted or any(argument in self.forms for argument in node.all_input_nodes):
+            elif node in read_as_rows or any(argument in self.forms for argument in node.all_input_nodes):
                 call = local(node, self.rows)
                 if call is not None and self._is_rows(call):
                     self.calls[node], self.forms[node] = call, call.forms
@@ -355,4 +355,4 @@ def picked_forms(node: fx.Node, forms: Forms) -> tuple[Form | None, ...]:
 
 def names(node: fx.Node, forms: tuple[Form | None, ...], form: Form) -> list[str]:
     """Return the names of those results of ``node`` that have ``form``; ``forms`` are those of all its results."""
-    return [storage_name(node, position) for position, found in enumerate(forms) if found is form]
+    return [storage_name(node, position) for position, result_form in enumerate(forms) if result_form is form]

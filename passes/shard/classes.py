@@ -84,12 +84,12 @@ class _Scores(NamedTuple):
 
 def heads(graph: TrainGraph) -> tuple[Head, ...]:
     """Return the scores of ``graph`` that can stay split by class; the graph stays as it is."""
-    found: list[Head] = []
+    split_heads: list[Head] = []
     for scores in _gathered(graph):
         columns = _Columns(graph, scores)
         if columns.find() and columns.has_loss:
-            found.append(Head(scores.whole.name, scores.ranks, tuple(node.name for node in columns.values)))
-    return tuple(found)
+            split_heads.append(Head(scores.whole.name, scores.ranks, tuple(node.name for node in columns.values)))
+    return tuple(split_heads)
 
 
 def by_class(graph: TrainGraph, head: Head) -> TrainGraph:
@@ -386,24 +386,24 @@ class _Writer:
 
     def _log_softmax(self, node: fx.Node) -> fx.Node:
         """Scores less the logarithm of the sum of their exponentials over the classes of all ranks."""
-        x, given = self.own[node.args[0]], node.meta["val"].dtype  # type: ignore[index]
+        x, dtype = self.own[node.args[0]], node.meta["val"].dtype  # type: ignore[index]
         low = x.meta["val"].dtype in LOW
         x = self._cast(x, torch.float32) if low else x
         largest = self._unsqueezed(self._reduced(self._call(aten.amax.default, x, [-1]), "max"))
         shifted = self._call(aten.sub.Tensor, x, largest)
         total = self._unsqueezed(self._total(self._call(aten.exp.default, shifted)))
         result = self._call(aten.sub.Tensor, shifted, self._call(aten.log.default, total))
-        return self._cast(result, given) if low else result
+        return self._cast(result, dtype) if low else result
 
     def _log_softmax_backward(self, node: fx.Node) -> fx.Node:
         """The gradient less its sum over the classes of all ranks, shared out by the softmax."""
         gradient, result = (self.own[value] for value in node.args[:2])  # type: ignore[index]
-        low, given = gradient.meta["val"].dtype in LOW, node.meta["val"].dtype
+        low, dtype = gradient.meta["val"].dtype in LOW, node.meta["val"].dtype
         gradient, result = (self._cast(value, torch.float32) if low else value for value in (gradient, result))
         total = self._unsqueezed(self._total(gradient))
         share = self._call(aten.mul.Tensor, self._call(aten.exp.default, result), total)
-        made = self._call(aten.sub.Tensor, gradient, share)
-        return made if made.meta["val"].dtype is given else self._cast(made, given)
+        input_gradient = self._call(aten.sub.Tensor, gradient, share)
+        return input_gradient if input_gradient.meta["val"].dtype is dtype else self._cast(input_gradient, dtype)
 
     def _write_sum(self, node: fx.Node) -> None:
         """What is summed over classes, or over tokens whose classes one rank has each: a sum over the ranks."""
@@ -413,8 +413,8 @@ class _Writer:
             return
         scores, labels, weight, reduction, ignored = node.args
         own = (self.own[scores], self._own_labels(labels, ignored), self._own_weight(weight))  # type: ignore[index]
-        made = self._call(node.target, *own, 2 if reduction == 1 else reduction, FOREIGN)
-        addends = [self._call(operator.getitem, made, at) for at in range(2)]
+        own_loss = self._call(node.target, *own, 2 if reduction == 1 else reduction, FOREIGN)
+        addends = [self._call(operator.getitem, own_loss, at) for at in range(2)]
         sums = self._call(COLLECTIVES["all_reduce_coalesced"], addends, "sum", self.columns.scores.group)
         total, weights = (self._call(operator.getitem, sums, at) for at in range(2))
         first = self._call(aten.div.Tensor, total, weights) if reduction == 1 else total
@@ -436,9 +436,9 @@ class _Writer:
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node in front of the one that it stands for, in its phase."""
         with self.graph.graph.inserting_before(self.at):
-            made = self.graph.graph.create_node("call_function", target, args, kwargs, name=f"own_{self.at.name}")
+            node = self.graph.graph.create_node("call_function", target, args, kwargs, name=f"own_{self.at.name}")
         if "stack_trace" in self.at.meta:
-            made.meta["stack_trace"] = self.at.meta["stack_trace"]
-        self.phase[made.name] = self.graph.phase[self.at.name]
-        note_results(made, self.mode)
-        return made
+            node.meta["stack_trace"] = self.at.meta["stack_trace"]
+        self.phase[node.name] = self.graph.phase[self.at.name]
+        note_results(node, self.mode)
+        return node

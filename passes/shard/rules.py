@@ -211,10 +211,10 @@ def _elementwise(node: fx.Node, rows: Rows) -> Local | None:
         return sums
     args: list[Any] = []
     for value in node.args:
-        given = _operand(value, shape, lead, rows)
-        if given is None and value is not None:
+        operand = _operand(value, shape, lead, rows)
+        if operand is None and value is not None:
             return None
-        args.append(given)
+        args.append(operand)
     kwargs = {key: value for key, value in node.kwargs.items() if key != "memory_format"}
     return Local(node.target, tuple(args), (Form.SHARD,), kwargs)
 
@@ -252,7 +252,7 @@ def _sum_of_sums(node: fx.Node, rows: Rows) -> Local | None:
         if form is None:
             return None
         args.append(Addend(value) if form is Form.SUM else Part(value))
-    return Local(node.target, tuple(args), (Form.SUM,)) if any(isinstance(given, Addend) for given in args) else None
+    return Local(node.target, tuple(args), (Form.SUM,)) if any(isinstance(term, Addend) for term in args) else None
 
 
 def _alike(value: fx.Node, node: fx.Node) -> bool:
@@ -333,9 +333,9 @@ def _rms_norm_backward(node: fx.Node, rows: Rows) -> Local | None:
 
 
 def _norm_backward(node: fx.Node, rows: Rows, parts: tuple[int, ...]) -> Local | None:
-    wanted: Any = node.args[-1]
-    used = zip((Form.SHARD, *(Form.SUM,) * (len(wanted) - 1)), wanted, strict=True)
-    return _with_weights(node, rows, parts, behind=2, forms=tuple(form if asked else None for form, asked in used))
+    output_mask: Any = node.args[-1]
+    used = zip((Form.SHARD, *(Form.SUM,) * (len(output_mask) - 1)), output_mask, strict=True)
+    return _with_weights(node, rows, parts, behind=2, forms=tuple(form if needed else None for form, needed in used))
 
 
 def _with_weights(
@@ -464,12 +464,12 @@ def overflows(node: fx.Node) -> bool:
 
 def _scores_and_target(scores: object, target: object, rows: Rows) -> tuple[Part, Part] | None:
     """Rows of scores, one for each token, and the class of each token."""
-    found = _part(scores, rows), _part(target, rows)
-    if found[0] is None or found[1] is None:
+    parts = _part(scores, rows), _part(target, rows)
+    if parts[0] is None or parts[1] is None:
         return None
-    shapes = [_shape(part.node) or () for part in found if part is not None]
+    shapes = [_shape(part.node) or () for part in parts if part is not None]
     fits = [len(shape) for shape in shapes] == [2, 1] and all(rows.lead(shape) == 1 for shape in shapes)
-    return (found[0], found[1]) if fits else None
+    return (parts[0], parts[1]) if fits else None
 
 
 def _is_number(node: object, rows: Rows) -> bool:

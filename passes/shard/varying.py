@@ -66,11 +66,11 @@ def _summed_parameters(graph: TrainGraph, group: object) -> set[fx.Node]:
     """Parameters in products that an all-reduce of the group sums."""
     roles = zip(placeholders(graph.graph), graph.inputs, strict=True)
     parameters = {node for node, port in roles if port.role is not Role.TANGENT}
-    found: set[fx.Node] = set()
+    summed: set[fx.Node] = set()
     for node in operators(graph.graph):
         if node.target in SAME_AFTER and group_of(node) == group:
-            found |= {factor for factor in _factors(node.all_input_nodes) if factor in parameters}
-    return found
+            summed |= {factor for factor in _factors(node.all_input_nodes) if factor in parameters}
+    return summed
 
 
 def is_of_products(value: object) -> bool:
@@ -80,19 +80,19 @@ def is_of_products(value: object) -> bool:
 
 def _factors(summed: Iterable[fx.Node]) -> set[fx.Node]:
     """What views and casts lead from to the factors of the products that ``summed`` is a sum or a view of."""
-    found: set[fx.Node] = set()
+    factors: set[fx.Node] = set()
     waiting, seen = list(summed), set(summed)
     while waiting:
         node = waiting.pop()
         if node.op != "call_function":
             continue
         if node.target in FACTORS:
-            found |= {_source(factor) for at in FACTORS[node.target] if isinstance(factor := node.args[at], fx.Node)}
+            factors |= {_source(factor) for at in FACTORS[node.target] if isinstance(factor := node.args[at], fx.Node)}
         elif ops.is_view(node.target) or ops.rule(node.target).overwrites or _copies(node):
             fresh = [argument for argument in node.all_input_nodes if argument not in seen]
             waiting += fresh
             seen.update(fresh)
-    return found
+    return factors
 
 
 def _copies(node: fx.Node) -> bool:
@@ -131,6 +131,6 @@ def read(node: fx.Node) -> set[fx.Node]:
     """Return the arguments of which ``node`` reads more than the shape."""
     rule = ops.rule(node.target)
     shapes = (*rule.shape_of, *((0,) if rule.broadcasts else ()))
-    found: set[fx.Node] = set()
-    fx.map_arg(([value for at, value in enumerate(node.args) if at not in shapes], node.kwargs), found.add)
-    return found
+    arguments: set[fx.Node] = set()
+    fx.map_arg(([value for at, value in enumerate(node.args) if at not in shapes], node.kwargs), arguments.add)
+    return arguments

@@ -115,13 +115,13 @@ class _Calls:
         Raises:
             PlanError: a value is missing, or its operator cannot give what the decision asks for.
         """
-        asked = {**dict.fromkeys(self.region.shards, Form.SHARD), **dict.fromkeys(self.region.sums, Form.SUM)}
-        left = set(asked)
+        form_by_name = {**dict.fromkeys(self.region.shards, Form.SHARD), **dict.fromkeys(self.region.sums, Form.SUM)}
+        left = set(form_by_name)
         nodes = [node for node in operators(self.graph.graph) if maker(node) is node]
         for node in nodes:
             names = [storage_name(node, at) for at in range(_results(node))]
-            if any(name in asked for name in names):
-                self.forms[node] = tuple(asked.get(name) for name in names)
+            if any(name in form_by_name for name in names):
+                self.forms[node] = tuple(form_by_name.get(name) for name in names)
                 left.difference_update(names)
         if left:
             raise PlanError(f"the plan shards {min(left)!r}, which this graph does not have")
@@ -135,13 +135,13 @@ class _Calls:
         return rows
 
     def _call(self, node: fx.Node, rows: Rows) -> Local:
-        asked = self.forms[node]
+        forms = self.forms[node]
         if is_source(node) and group_of(node) == self.group:
             call: Local | None = Local(None, (Whole(node.args[0]),), (Form.SUM,))  # type: ignore[arg-type]
         else:
             call = local(node, rows)
         gives = None if call is None else call.forms
-        if call is None or (gives != asked and not (gives == (Form.SUM,) and asked == (Form.SHARD,))):
+        if call is None or (gives != forms and not (gives == (Form.SUM,) and forms == (Form.SHARD,))):
             raise PlanError(f"{node.name} cannot be computed from the rows of {self.region.tokens} tokens as planned")
         return call
 
@@ -200,8 +200,8 @@ class _Writer:
         self.like = None
         outputs = dict(self._returned(None))
         old = output_node(self.old.graph)
-        made = self.graph.output(tuple(outputs.get(at) for at in range(len(self.old.outputs))))
-        made.meta = dict(old.meta)
+        output = self.graph.output(tuple(outputs.get(at) for at in range(len(self.old.outputs))))
+        output.meta = dict(old.meta)
         return self._finished()
 
     def _end_forward(self) -> None:
@@ -223,23 +223,23 @@ class _Writer:
 
     def _finished(self) -> TrainGraph:
         old = self.old
-        now = {node.name: name for node, held in self.held.items() if (name := self._name(node, held))}
-        waits = {now.get(name, name): now.get(behind, behind) for name, behind in old.waits.items()}
-        gradients = tuple(now.get(name, name) for name in old.gradients)
+        new_names = {node.name: name for node, held in self.held.items() if (name := self._name(node, held))}
+        waits = {new_names.get(name, name): new_names.get(behind, behind) for name, behind in old.waits.items()}
+        gradients = tuple(new_names.get(name, name) for name in old.gradients)
         erase_dead(self.graph, set(gradients))
         new = old.replace(
             module=fx.GraphModule(old.module, self.graph),
             waits=waits,
             gradients=gradients,
-            saved=tuple(dict.fromkeys(now[name] for name in old.saved if name in now)),
+            saved=tuple(dict.fromkeys(new_names[name] for name in old.saved if name in new_names)),
         )
         return up_to_date(new, self.phase)
 
     def _name(self, node: fx.Node, held: Held) -> str | None:
         if held.late:
             return self._name(node.all_input_nodes[0], self.held[node.all_input_nodes[0]])
-        kept = held.shard or held.whole
-        return None if kept is None else kept.name
+        replacement = held.shard or held.whole
+        return None if replacement is None else replacement.name
 
     def _write(self, node: fx.Node) -> None:
         if node in self.calls.calls:
@@ -258,24 +258,24 @@ class _Writer:
 
     def _pick(self, node: fx.Node) -> None:
         """One result of an operator on rows."""
-        made, form = self.tuples[maker(node)], self.calls.form(node)
+        tuple_node, form = self.tuples[maker(node)], self.calls.form(node)
         if form is None:
             raise PlanError(f"{node.name} is no result on rows")
-        self._hold(node, form, self._call(node.target, (made, node.args[1]), {}, node))
+        self._hold(node, form, self._call(node.target, (tuple_node, node.args[1]), {}, node))
 
-    def _hold(self, node: fx.Node, form: Form, made: fx.Node) -> None:
-        """Note that ``made`` is what this rank has of ``node``."""
+    def _hold(self, node: fx.Node, form: Form, value: fx.Node) -> None:
+        """Note that ``value`` is what this rank has of ``node``."""
         shape = tuple(node.meta["val"].shape)
         if form is Form.SUM:
-            if tuple(made.meta["val"].shape) != shape:
-                made = self._call(aten.view.default, (made, list(shape)), {}, node)
-            self.held[node] = Held(addend=made)
+            if tuple(value.meta["val"].shape) != shape:
+                value = self._call(aten.view.default, (value, list(shape)), {}, node)
+            self.held[node] = Held(addend=value)
             self._end(node)
             return
         lead = self.rows.lead(shape)
-        if lead is None or tuple(made.meta["val"].shape) != self.rows.own(shape, lead):
+        if lead is None or tuple(value.meta["val"].shape) != self.rows.own(shape, lead):
             raise PlanError(f"{node.name} does not have the rows of {self.region.tokens} tokens")
-        self.held[node] = Held(shard=made)
+        self.held[node] = Held(shard=value)
 
     def _end(self, node: fx.Node) -> None:
         """Note that a sum is to be made, if it ends here. That of a matrix is made at once: it waits for no others."""
@@ -295,14 +295,14 @@ class _Writer:
         return False
 
     def _write_local(self, node: fx.Node, call: Local) -> None:
-        phase, asked = self.old.phase[node.name], self.calls.forms[node]
+        phase, forms = self.old.phase[node.name], self.calls.forms[node]
         if call.forms == (Form.SUM,) and (is_source(node) or any(isinstance(a, Addend) for a in call.args)):
-            if asked == (Form.SUM,) and self._has_been_summed(call):
+            if forms == (Form.SUM,) and self._has_been_summed(call):
                 self.held[node] = Held(whole=self._again(node, phase))
                 return
             held = self._addend(node, call, phase)
-            self.held[node] = held if asked == (Form.SUM,) else Held(shard=self._scattered(node, held))
-            if asked == (Form.SUM,):
+            self.held[node] = held if forms == (Form.SUM,) else Held(shard=self._scattered(node, held))
+            if forms == (Form.SUM,):
                 self._end(node)
             return
         if call.target is None:
@@ -315,13 +315,13 @@ class _Writer:
         if divides(node):
             self.results[node] = self._averaged(node, args)
             return
-        made = self._call(call.target, args, dict(call.kwargs), node)
-        if len(asked) == 1 and not isinstance(made.meta["val"], list | tuple):
-            form = asked[0]
+        result = self._call(call.target, args, dict(call.kwargs), node)
+        if len(forms) == 1 and not isinstance(result.meta["val"], list | tuple):
+            form = forms[0]
             assert form is not None
-            self._hold(node, form, made)
+            self._hold(node, form, result)
         else:
-            self.tuples[node] = made
+            self.tuples[node] = result
 
     def _has_been_summed(self, call: Local) -> bool:
         """Whether a sum among the arguments was read in front of this operator, so that its addend is gone."""
@@ -342,8 +342,8 @@ class _Writer:
     def _averaged(self, node: fx.Node, args: Sequence[Any]) -> tuple[Held, ...]:
         """The mean of a loss over the tokens of all ranks, and the sum of the tokens' weights."""
         phase = self.old.phase[node.name]
-        made = self._call(node.target, args, {}, node)
-        addends = [self._insert(operator.getitem, (made, at), {}, phase, "addend") for at in range(2)]
+        own_loss = self._call(node.target, args, {}, node)
+        addends = [self._insert(operator.getitem, (own_loss, at), {}, phase, "addend") for at in range(2)]
         once = (addends, "sum", self.group)
         sums = self._insert(_collective("all_reduce_coalesced"), once, {}, phase, "all_reduce_loss")
         total, weight = (self._insert(operator.getitem, (sums, at), {}, phase, "sum") for at in range(2))
@@ -395,8 +395,8 @@ class _Writer:
             raise PlanError(f"{node.name} does not have {self.region.tokens} tokens")
         flat = self._viewed(held.addend, (self.region.tokens, *shape[lead:]), phase)
         args = (flat, "sum", self.region.ranks, self.group)
-        made = self._insert(_collective("reduce_scatter_tensor"), args, {}, phase, "reduce_scatter")
-        return made if held.rest is None else self._sum([held.rest, made], node)
+        scattered = self._insert(_collective("reduce_scatter_tensor"), args, {}, phase, "reduce_scatter")
+        return scattered if held.rest is None else self._sum([held.rest, scattered], node)
 
     def _part(self, part: Part, phase: Phase) -> fx.Node:
         """This rank's rows of a value: what there is, or a part of the whole, taken where the whole is made."""
@@ -451,8 +451,8 @@ class _Writer:
     def _gathered(self, shard: fx.Node, phase: Phase) -> fx.Node:
         if (shard, phase) not in self.kept:
             args = (shard, self.region.ranks, self.group)
-            made = self._insert(_collective("all_gather_into_tensor"), args, {}, phase, "all_gather")
-            self.kept[shard, phase] = made
+            gathered = self._insert(_collective("all_gather_into_tensor"), args, {}, phase, "all_gather")
+            self.kept[shard, phase] = gathered
         return self.kept[shard, phase]
 
     def _reduce_pending(self) -> None:
@@ -470,9 +470,9 @@ class _Writer:
                 self.held[bucket[0]] = Held(whole=whole)
                 continue
             args = (addends, "sum", self.group)
-            made = self._insert(_collective("all_reduce_coalesced"), args, {}, phase, "all_reduce_bucket")
+            sums = self._insert(_collective("all_reduce_coalesced"), args, {}, phase, "all_reduce_bucket")
             for position, node in enumerate(bucket):
-                pick = self._insert(operator.getitem, (made, position), {}, phase, f"sum_of_{node.name}")
+                pick = self._insert(operator.getitem, (sums, position), {}, phase, f"sum_of_{node.name}")
                 self.held[node] = Held(whole=pick)
 
     def _viewed(self, node: fx.Node, shape: Sequence[int], phase: Phase) -> fx.Node:
@@ -491,37 +491,37 @@ class _Writer:
     def _again(self, node: fx.Node, phase: Phase) -> fx.Node:
         """The operator of the captured graph on whole arguments."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._whole(argument, phase))
-        made = self._copied(node, args, kwargs)
-        self.phase[made.name] = phase
-        pairs = list(zip(node.all_input_nodes, made.all_input_nodes, strict=False))
+        copy = self._copied(node, args, kwargs)
+        self.phase[copy.name] = phase
+        pairs = list(zip(node.all_input_nodes, copy.all_input_nodes, strict=False))
         fresh = [new for old, new in pairs if new.meta.get("val") is not old.meta.get("val")]
-        moved = len(node.all_input_nodes) != len(made.all_input_nodes)
+        moved = len(node.all_input_nodes) != len(copy.all_input_nodes)
         rule = ops.rule(node.target)
         if fresh and (rule.view_of or rule.mutates or moved or any(_geometry(n) != _geometry(o) for o, n in pairs)):
-            note_results(made, self.mode)
-        return made
+            note_results(copy, self.mode)
+        return copy
 
     def _copied(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        made = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-        made.meta = dict(node.meta)
-        return made
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        copy.meta = dict(node.meta)
+        return copy
 
     def _call(self, target: Any, args: Any, kwargs: Mapping[str, Any], like: fx.Node) -> fx.Node:
         """A new node with the name, phase and notes of ``like``, on rows or addends."""
-        made = self.graph.create_node("call_function", target, args, dict(kwargs), name=like.name)
-        made.meta = dict(like.meta)
-        self.phase[made.name] = self.old.phase[like.name]
-        note_results(made, self.mode)
-        return made
+        node = self.graph.create_node("call_function", target, args, dict(kwargs), name=like.name)
+        node.meta = dict(like.meta)
+        self.phase[node.name] = self.old.phase[like.name]
+        note_results(node, self.mode)
+        return node
 
     def _insert(self, target: Any, args: Any, kwargs: Mapping[str, Any], phase: Phase, name: str) -> fx.Node:
         """A new node that no node of the captured graph stands for, at the graph's insertion point."""
-        made = self.graph.create_node("call_function", target, args, dict(kwargs), name=f"shard_{name}")
+        node = self.graph.create_node("call_function", target, args, dict(kwargs), name=f"shard_{name}")
         if self.like is not None and "stack_trace" in self.like.meta:
-            made.meta["stack_trace"] = self.like.meta["stack_trace"]
-        self.phase[made.name] = phase
-        note_results(made, self.mode)
-        return made
+            node.meta["stack_trace"] = self.like.meta["stack_trace"]
+        self.phase[node.name] = phase
+        note_results(node, self.mode)
+        return node
 
 
 def _geometry(node: fx.Node) -> list[tuple[object, ...]]:

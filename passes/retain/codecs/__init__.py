@@ -38,8 +38,8 @@ def check_lossy(names: Iterable[str]) -> None:
     lossy = [codec.name for codec in CODECS if codec.error]
     for name in names:
         if name not in lossy:
-            there = f"there are {', '.join(lossy)}" if lossy else "this roamc has none, all its codecs are exact"
-            raise OptionError(f"codecs: {name!r} is not a codec with an error; {there}")
+            available = f"there are {', '.join(lossy)}" if lossy else "this roamc has none, all its codecs are exact"
+            raise OptionError(f"codecs: {name!r} is not a codec with an error; {available}")
 
 
 def codec_of(name: str) -> Codec:

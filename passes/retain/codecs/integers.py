@@ -87,10 +87,10 @@ def _holds(dtype: torch.dtype, within: Range) -> bool:
 
 
 def _all_ranges(saved: Saved) -> Iterator[Range]:
-    made = saved.node
-    picked = made.target is operator.getitem
-    pick: Any = made.args[1] if picked else 0
-    maker = made.all_input_nodes[0] if picked else made
+    node = saved.node
+    picked = node.target is operator.getitem
+    pick: Any = node.args[1] if picked else 0
+    maker = node.all_input_nodes[0] if picked else node
     makes = ops.rule(maker.target).index_ranges.get(pick)
     if makes is not None:
         yield makes(maker)

@@ -50,5 +50,5 @@ def reads_shape(read: Read, value: fx.Node) -> bool:
     with tensor.fake_mode:
         other = stand_in(tuple(tensor.shape), tensor.dtype, tensor.device)
         fresh = target(*args[: read.position], other, *args[read.position + 1 :], **keywords)
-    (_, made) = next(tensors_of(reader))
-    return bool(fresh.stride() == made.stride() and fresh.dtype == made.dtype)
+    (_, result) = next(tensors_of(reader))
+    return bool(fresh.stride() == result.stride() and fresh.dtype == result.dtype)
