@@ -80,12 +80,12 @@ class _Search:
             self.failed = min(self.failed, target)
             if tried.asked_bytes > target:  # retain knows of none lower
                 return None
-        wanted = self.budget - (tried.needed_bytes - tried.asked_bytes) - self.effort.aligned(self.budget)
-        if fits and min(wanted, self.failed) <= target + self.budget * self.effort.close_share:
+        next_target = self.budget - (tried.needed_bytes - tried.asked_bytes) - self.effort.aligned(self.budget)
+        if fits and min(next_target, self.failed) <= target + self.budget * self.effort.close_share:
             return None
-        if not self.fitted < wanted < self.failed:  # known already: look in between, or lower
-            wanted = (self.fitted + self.failed) // 2 if self.fitted else self.failed - self.budget // 50
-        return wanted if 0 < wanted < self.failed else None
+        if not self.fitted < next_target < self.failed:  # known already: look in between, or lower
+            next_target = (self.fitted + self.failed) // 2 if self.fitted else self.failed - self.budget // 50
+        return next_target if 0 < next_target < self.failed else None
 
 
 def fit(
@@ -113,13 +113,13 @@ def fit(
         return lowest()
     tried = ask(budget)
     chosen = best(tried, budget)
-    kept = chosen.needed_bytes <= budget
-    if kept and not any(one.strained for one in tried):
+    fits = chosen.needed_bytes <= budget
+    if fits and not any(one.strained for one in tried):
         return chosen
     if quick and chosen.needed_bytes > budget * effort.nearly_factor:
         return chosen
     smallest = lowest()
-    return best([chosen, smallest], budget) if kept and smallest.needed_bytes <= budget else smallest
+    return best([chosen, smallest], budget) if fits and smallest.needed_bytes <= budget else smallest
 
 
 def search(
@@ -145,18 +145,18 @@ def search(
     state, target = _Search(budget, effort=effort), _begin(budget, effort)
     for _ in range(effort.budget_rounds):
         plans.append(attempt(target))
-        wanted = state.next(target, plans[-1])
-        if wanted is None:
+        next_target = state.next(target, plans[-1])
+        if next_target is None:
             break
-        target = wanted
+        target = next_target
     return plans
 
 
-def lower(found: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EFFORT) -> T:
+def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EFFORT) -> T:
     """Find the plan of ``"min"`` by asking for budgets a little below the lowest plan so far.
 
     Args:
-        found: the plans with the fewest bytes that were found without a budget; at least one.
+        plans: those with the fewest bytes that were found without a budget; at least one.
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Of a strained plan only
             ``strained`` is read.
         effort: limits and shares.
@@ -164,7 +164,7 @@ def lower(found: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
     Returns:
         The lowest of all these plans; of equally low ones that with the least added time.
     """
-    lowest = min(found, key=_bytes_then_time)
+    lowest = min(plans, key=_bytes_then_time)
     target: Bytes | None = _begin(_below(lowest, effort), effort)
     for _ in range(effort.descents):
         tried = attempt(target) if target else None
@@ -185,20 +185,20 @@ def _begin(budget: Bytes, effort: Effort) -> Bytes:
     return max(1, budget - effort.aligned(budget) - objects(budget))
 
 
-def best(found: Sequence[M], budget: Bytes) -> M:
+def best(plans: Sequence[M], budget: Bytes) -> M:
     """Choose among plans: of those within ``budget``, the one with the least added time; if none is, the lowest.
 
     Of equal plans within the budget, the one that needs fewer bytes is taken. From the same plans, a lower budget takes
     one that needs no more bytes and no less added time.
 
     Args:
-        found: the plans, at least one.
+        plans: at least one.
         budget: bytes, compared with ``needed_bytes``.
     """
-    fitting = [one for one in found if one.needed_bytes <= budget]
+    fitting = [one for one in plans if one.needed_bytes <= budget]
     if fitting:
         return min(fitting, key=lambda one: (one.added_seconds, one.needed_bytes))
-    return min(found, key=_bytes_then_time)
+    return min(plans, key=_bytes_then_time)
 
 
 def _bytes_then_time(one: Made) -> tuple[Bytes, Seconds]:

@@ -183,12 +183,12 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
         if total > layout.peak_bytes:
             raise VerifyError(_too_low(total, node.name, layout.peak_bytes))
         own = workspace_bytes(node, graph.threads)
-        taken = total + own + sum(under_way.values())
+        step_bytes = total + own + sum(under_way.values())
         if node in starts:
             under_way[node] = own
         elif (ended := started_by(node)) is not None:
             del under_way[ended]
-        needed, where = max((needed, where), (taken + objects(taken), node.name), key=operator.itemgetter(0))
+        needed, where = max((needed, where), (step_bytes + objects(step_bytes), node.name), key=operator.itemgetter(0))
     needed += (graph.in_flight - 1) * _saved(graph, lives)
     if needed > layout.needed_bytes:
         raise VerifyError(_too_low(needed, where, layout.needed_bytes))
@@ -199,10 +199,10 @@ def _saved(graph: TrainGraph, lives: dict[str, Life]) -> Bytes:
     nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
     late = [node for node in nodes if _is_late(graph, node)]
     read = {shared.of(storage) for node in late for source in node.all_input_nodes for *_, storage in placed(source)}
-    made = [(name, nodes[born], nbytes) for name, (born, _, nbytes) in lives.items()]
+    storages = [(name, nodes[born], nbytes) for name, (born, _, nbytes) in lives.items()]
     return sum(
         nbytes
-        for name, node, nbytes in made
+        for name, node, nbytes in storages
         if node.op == "call_function"
         and not _is_late(graph, node)
         and ops.rule(node.target).space is Space.DEVICE
@@ -210,8 +210,8 @@ def _saved(graph: TrainGraph, lives: dict[str, Life]) -> Bytes:
     )
 
 
-def _too_low(nbytes: Bytes, where: str, said: Bytes) -> str:
-    return f"after pass 'layout': {nbytes} bytes at {where}, above the {said} that the layout says"
+def _too_low(nbytes: Bytes, where: str, claimed_bytes: Bytes) -> str:
+    return f"after pass 'layout': {nbytes} bytes at {where}, above the {claimed_bytes} that the layout says"
 
 
 def _outside_lives(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> dict[str, tuple[int, int]]:

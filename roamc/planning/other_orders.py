@@ -95,15 +95,15 @@ def decide(graph: TrainGraph, first: Found, options: Options, effort: Effort = E
     problem, names = scene.problem()
     for other in islice(equal_peaks(problem, np.arange(problem.num_ops, dtype=np.int32)), effort.trial_orders):
         order = tuple(names[index] for index in other.order.tolist() if names[index] != HANDOVER)
-        found = Found(_with_order(first.ordered, other, order), scene.lay_out(order, effort.trial_nodes))
-        tried.append((other.name, found.total))
-        progress.say(f"layout of order {len(tried)}: {format_bytes(found.total)}, at best {format_bytes(floor)}")
-        best = min(best, found, key=lambda item: item.total)
+        candidate = Found(_with_order(first.ordered, other, order), scene.lay_out(order, effort.trial_nodes))
+        tried.append((other.name, candidate.total))
+        progress.say(f"layout of order {len(tried)}: {format_bytes(candidate.total)}, at best {format_bytes(floor)}")
+        best = min(best, candidate, key=lambda item: item.total)
         if best.total <= floor:
             break
     if best.total > floor and options.layout_nodes > effort.first_nodes:
-        found = Found(first.ordered, scene.lay_out(first.ordered.order, options.layout_nodes))
-        best = min(found, best, key=lambda item: item.total)
+        candidate = Found(first.ordered, scene.lay_out(first.ordered.order, options.layout_nodes))
+        best = min(candidate, best, key=lambda item: item.total)
     return Found(dataclasses.replace(best.ordered, laid_out=tuple(tried)), best.placed)
 
 

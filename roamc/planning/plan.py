@@ -126,10 +126,10 @@ class Plan:
 
     def with_light_reruns(self) -> Plan:
         """Return the same plan, with which pass retain raises PlanError if an operator runs again that is not light."""
-        kept = self.decisions.get("retain")
-        if kept is None:
+        decision = self.decisions.get("retain")
+        if decision is None:
             return self
-        return dataclasses.replace(self, decisions={**self.decisions, "retain": {**kept, "allowed": LIGHT}})
+        return dataclasses.replace(self, decisions={**self.decisions, "retain": {**decision, "allowed": LIGHT}})
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """Return the lines of the plan as it is shown: (label, value with its unit, remark), each as text."""
@@ -156,8 +156,8 @@ class Plan:
             return ()
         added = ("added time", f"{self.added_seconds / self.step_seconds:.1%}", self._added_remark())
         lowest = LIGHT if self.decisions.get("retain", {}).get("allowed") == LIGHT else "min"
-        asked = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else lowest, self._budget_remark())
-        return (asked, added)
+        budget = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else lowest, self._budget_remark())
+        return (budget, added)
 
     def _budget_remark(self) -> str:
         if not self.budget_bytes or self.needed_bytes <= self.budget_bytes:
@@ -165,8 +165,8 @@ class Plan:
         return f"not kept: {format_bytes(self.needed_bytes)} are needed"
 
     def _added_remark(self) -> str:
-        kept = self.decisions.get("retain", {})
-        again, smaller = len(kept.get("reruns", ())), len(kept.get("codes", ()))
+        decision = self.decisions.get("retain", {})
+        again, smaller = len(decision.get("reruns", ())), len(decision.get("codes", ()))
         if not again and not smaller:
             return "nothing has to run again"
         least = f"; at least {self.added_bound_seconds / self.step_seconds:.1%}" if self.added_bound_seconds else ""

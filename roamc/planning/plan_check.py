@@ -90,14 +90,14 @@ def check_options(planned: Planned, options: Options) -> None:
         )
 
 
-def check_numbers(given: Plan, planned: Planned) -> None:
+def check_numbers(plan: Plan, planned: Planned) -> None:
     """Refuse a plan whose numbers are not those of what it does, or contradict each other.
 
     A plan may need more than the budget that it was made for: that of a ``BudgetError`` does.
 
     Args:
-        given: the plan, as it was read.
-        planned: the graph that the decisions of ``given`` made, and the plan that was counted from it.
+        plan: as it was read.
+        planned: the graph that the decisions of ``plan`` made, and the plan that was counted from it.
 
     Raises:
         PlanError: names the number, and what it should be.
@@ -109,7 +109,7 @@ def check_numbers(given: Plan, planned: Planned) -> None:
     _check_order(counted.decisions.get(reorder.NAME), counted.decisions.get(overlap.NAME), planned.graph)
     _check_overlap(counted.decisions.get(overlap.NAME), planned.graph)
     _check_layout(counted.decisions[layout.NAME], planned.graph)
-    _check_taken_over(given)
+    _check_taken_over(plan)
 
 
 def for_threads(planned: Planned, threads: int) -> Planned:
@@ -153,19 +153,19 @@ def _check_limits(plan: Plan) -> None:
             raise PlanError(f"the plan has {says}, {low} and {high}: plan again")
 
 
-def _check_reruns(kept: Mapping[str, Any] | None) -> None:
+def _check_reruns(decision: Mapping[str, Any] | None) -> None:
     """Refuse a decision of pass retain whose ``added_seconds`` is not the sum over its reruns and codecs.
 
-    ``kept`` has the decision's fields; nothing is checked if it is None.
+    ``decision`` has the decision's fields; nothing is checked if it is None.
 
     Raises:
         PlanError: names both numbers, in seconds.
     """
-    if kept is None:
+    if decision is None:
         return
-    parts = [*(again[4] for again in kept["reruns"]), *(code[4] for code in kept["codes"])]
-    if not math.isclose(math.fsum(parts), kept["added_seconds"], rel_tol=ROUNDING):
-        _refuse(retain.NAME, "added_seconds", kept["added_seconds"], math.fsum(parts))
+    parts = [*(again[4] for again in decision["reruns"]), *(code[4] for code in decision["codes"])]
+    if not math.isclose(math.fsum(parts), decision["added_seconds"], rel_tol=ROUNDING):
+        _refuse(retain.NAME, "added_seconds", decision["added_seconds"], math.fsum(parts))
 
 
 def _check_order(ordered: Mapping[str, Any] | None, overlapped: Mapping[str, Any] | None, graph: TrainGraph) -> None:
@@ -234,5 +234,5 @@ def _check_taken_over(plan: Plan) -> None:
             _refuse("plan", name, getattr(plan, name), value)
 
 
-def _refuse(where: str, name: str, said: float, counted: float) -> None:
-    raise PlanError(f"{where}: the plan says {name} {said}, and what it does makes {counted}: plan again")
+def _refuse(where: str, name: str, claimed: float, counted: float) -> None:
+    raise PlanError(f"{where}: the plan says {name} {claimed}, and what it does makes {counted}: plan again")

@@ -68,7 +68,7 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
     graph, decisions = end.graph, end.decisions
     placed: layout.Decision = decisions[layout.NAME]
     ordered: reorder.Decision | None = decisions.get(reorder.NAME)
-    kept: retain.Decision = decisions.get(retain.NAME, retain.NOTHING)
+    retain_decision: retain.Decision = decisions.get(retain.NAME, retain.NOTHING)
     peak_bytes, bound_bytes = placed.peak_bytes, ordered.bound_bytes if ordered else 0
     statuses = {placed.status, ordered.status if ordered else "gap"}
     if peak_bytes > bound_bytes * (1 + effort.padding_share):
@@ -87,8 +87,8 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
         bound_bytes=bound_bytes,
         baseline_bytes=graph.eager_bytes or 0,
         step_seconds=step_seconds,
-        added_seconds=kept.added_seconds,
-        added_bound_seconds=kept.bound_seconds,
+        added_seconds=retain_decision.added_seconds,
+        added_bound_seconds=retain_decision.bound_seconds,
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
         fixed_bytes=input_bytes(graph),
         decisions={name: decode.plain(decision) for name, decision in decisions.items()},

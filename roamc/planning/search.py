@@ -72,15 +72,15 @@ def run(
     _check_names(options)
     mark = fingerprint(graph)
     check_origin(plan, graph, mark)
-    held = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
-    maker, start = prepared(graph, options, held, mark, deep=deep)
+    applied_plan = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
+    maker, start = prepared(graph, options, applied_plan, mark, deep=deep)
     limit = maker.options.limit_bytes
     planned = maker.make(start, step_seconds=plan.step_seconds)
     check_options(planned, options)
     check_numbers(plan, planned)
     planned = for_threads(planned, torch.get_num_threads())
-    asked = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
-    return _finished(dataclasses.replace(planned, plan=asked), maker, limit, begun)
+    budgeted = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
+    return _finished(dataclasses.replace(planned, plan=budgeted), maker, limit, begun)
 
 
 class PlanSearch:
@@ -204,8 +204,8 @@ class PlanSearch:
 
     def _attempt(self, terms: Terms, target: Bytes) -> _Attempt:
         """Ask ``retain`` for ``target`` live bytes; the passes behind it run when the plan is read."""
-        kept = self._choice(terms.allowed).decide(target)
-        return _Attempt(kept.peak_bytes, kept.peak_bytes > target, lambda: self._made(kept, terms))
+        decision = self._choice(terms.allowed).decide(target)
+        return _Attempt(decision.peak_bytes, decision.peak_bytes > target, lambda: self._made(decision, terms))
 
     def attempt(
         self,
@@ -236,18 +236,18 @@ class PlanSearch:
             together: begin the choice with what was found for other targets. The plan then depends on those before.
         """
         terms = terms or Terms(0, self.terms.allowed)
-        made = list[Planned]()
-        for kept in self._choice(terms.allowed).lowest(together=together):
-            close = (kept.peak_bytes + cost.objects(kept.peak_bytes)) * (1 + self._maker.effort.padding_share)
-            if not made or made[0].plan.needed_bytes > close:  # else this one can hardly need less
-                made.append(self._made(kept, terms))
-        least = min(planned.plan.needed_bytes for planned in made)
-        low = [planned for planned in made if planned.plan.needed_bytes <= least + self._maker.effort.aligned(least)]
+        plans = list[Planned]()
+        for decision in self._choice(terms.allowed).lowest(together=together):
+            close = (decision.peak_bytes + cost.objects(decision.peak_bytes)) * (1 + self._maker.effort.padding_share)
+            if not plans or plans[0].plan.needed_bytes > close:  # else this one can hardly need less
+                plans.append(self._made(decision, terms))
+        least = min(planned.plan.needed_bytes for planned in plans)
+        low = [planned for planned in plans if planned.plan.needed_bytes <= least + self._maker.effort.aligned(least)]
         return min(low, key=lambda planned: planned.plan.added_seconds)
 
-    def _made(self, kept: retain.Decision, terms: Terms) -> Planned:
+    def _made(self, decision: retain.Decision, terms: Terms) -> Planned:
         """Make the plan for a decision of ``retain``."""
-        return self._noted(self._maker.under(terms).make(fresh(self._start), kept, self._alone(terms.allowed)))
+        return self._noted(self._maker.under(terms).make(fresh(self._start), decision, self._alone(terms.allowed)))
 
     @property
     def first(self) -> Planned:
@@ -321,8 +321,8 @@ class PlanSearch:
 
         A plan that is made without a limit gathers in backward again, and does not count that as added.
         """
-        kept = plan.decisions.get(retain.NAME, {})
-        if kept.get("once") or not self._once(self.terms.allowed):
+        decision = plan.decisions.get(retain.NAME, {})
+        if decision.get("once") or not self._once(self.terms.allowed):
             return plan
         spared = sum(self._prices.values()) - self.alone
         return dataclasses.replace(plan, added_seconds=plan.added_seconds + spared)

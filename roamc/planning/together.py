@@ -128,21 +128,21 @@ def _settle(groups: Sequence[object], error: Exception | None, name: str, advice
 
     Where the error of one rank may end in a fallback, so do those of all.
     """
-    told = _told(error)
+    failure = _told(error)
     for group in groups:
-        heard = _heard(group, texts_of(group, told, name, "plan it", advice), name)
-        if not told or (heard and not _ends(heard)):
-            told = heard
-    if error is not None and (type(error).__name__ not in FATAL or _ends(told)):
+        heard = _heard(group, texts_of(group, failure, name, "plan it", advice), name)
+        if not failure or (heard and not _ends(heard)):
+            failure = heard
+    if error is not None and (type(error).__name__ not in FATAL or _ends(failure)):
         raise error
-    if told:
-        kind, said = json.loads(told)
-        raise FATAL.get(kind, RanksError)(said)
+    if failure:
+        kind, message = json.loads(failure)
+        raise FATAL.get(kind, RanksError)(message)
 
 
-def _ends(told: str) -> bool:
+def _ends(failure: str) -> bool:
     """Whether an error of which is told ends training on the rank where it is raised."""
-    return json.loads(told)[0] in FATAL
+    return json.loads(failure)[0] in FATAL
 
 
 def _told(error: Exception | None) -> str:
@@ -196,11 +196,11 @@ class _Attempt:
             RanksError: a rank has other options or versions than the first; raised on all ranks of the group.
         """
         fields = (item.name for item in dataclasses.fields(self.asked) if item.name != "profile")  # that may be a path
-        asked = {name: repr(getattr(self.asked, name)) for name in fields}
-        mine = {**asked, "roamc": __version__, "torch": torch.__version__}
-        said = json.dumps([mine, self._free(), self.mark])
-        ranks = list(map(json.loads, texts_of(group, said, self.name, "plan it", self.advice)))
-        marks = [told[2] for told in ranks]
+        options = {name: repr(getattr(self.asked, name)) for name in fields}
+        mine = {**options, "roamc": __version__, "torch": torch.__version__}
+        text = json.dumps([mine, self._free(), self.mark])
+        ranks = list(map(json.loads, texts_of(group, text, self.name, "plan it", self.advice)))
+        marks = [record[2] for record in ranks]
         self.alike = self.alike and set(marks) == {self.mark}
         self.follows = self.follows or self.mark in marks[: rank_in(group)]
         for number, (other, *_) in zip(numbers_in(group), ranks, strict=True):
@@ -213,7 +213,7 @@ class _Attempt:
                         "give all ranks the same"
                     )
         if self.asked.memory_budget == "device":
-            free = min((told[1] for told in ranks if told[1] is not None), default=None)
+            free = min((record[1] for record in ranks if record[1] is not None), default=None)
             self.options = dataclasses.replace(self.options, memory_budget=free)
 
     def _free(self) -> int | None:
@@ -276,6 +276,6 @@ def _heard(group: object, texts: Sequence[str], name: str) -> str:
     """
     failures = [(number, text) for number, text in zip(numbers_in(group), texts, strict=True) if text]
     for number, text in sorted(failures, key=lambda failure: _ends(failure[1])):
-        kind, said = json.loads(text)
-        return json.dumps([kind, f"{in_words([number])} could not plan {name}: {said or kind}"])
+        kind, message = json.loads(text)
+        return json.dumps([kind, f"{in_words([number])} could not plan {name}: {message or kind}"])
     return ""
