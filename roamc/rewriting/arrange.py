@@ -40,29 +40,29 @@ def arrange(graph: TrainGraph, order: Sequence[str]) -> TrainGraph:
         PlanError: ``order`` is not a permutation of the operators, or has one in front of what it reads.
     """
     by_name = {node.name: node for node in graph.graph.nodes}
-    wanted = {op.node.name for op in build_memory(graph).operators}
-    if set(order) != wanted or len(order) != len(wanted):
+    operator_names = {op.node.name for op in build_memory(graph).operators}
+    if set(order) != operator_names or len(order) != len(operator_names):
         raise PlanError("the plan's order is not a permutation of this graph's operators")
     placed: dict[fx.Node, None] = {n: None for n in graph.graph.nodes if n.op in ("placeholder", "get_attr")}
     for name in order:
-        _place(by_name[name], wanted, placed)
+        _place(by_name[name], operator_names, placed)
         for user in by_name[name].users:
             if user.target is operator.getitem:
                 placed[user] = None
     for argument in output_node(graph.graph).all_input_nodes:
-        _place(argument, wanted, placed)
+        _place(argument, operator_names, placed)
     _relink(graph.graph, list(placed))
-    phase = {name: found for name, found in graph.phase.items() if by_name[name] in placed}
+    phase = {name: node_phase for name, node_phase in graph.phase.items() if by_name[name] in placed}
     return graph.replace(phase=phase)
 
 
-def _place(node: fx.Node, wanted: set[str], placed: dict[fx.Node, None]) -> None:
+def _place(node: fx.Node, operator_names: set[str], placed: dict[fx.Node, None]) -> None:
     """List ``node`` behind the views that it reads, which are listed now if they were not before."""
     pending = [node]
     while pending:
         current = pending[-1]
         missing = [n for n in current.all_input_nodes if n not in placed]
-        early = [n.name for n in missing if n.name in wanted]
+        early = [n.name for n in missing if n.name in operator_names]
         if early:
             raise PlanError(f"{current.name} would run before {early[0]}, which it reads")
         if missing:

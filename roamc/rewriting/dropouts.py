@@ -56,14 +56,14 @@ def dropout_of(node: fx.Node) -> Dropout | None:
     again = node.target is replay and len(node.args) == 5 and node.args[1] is aten.native_dropout.default
     if node.target is not aten.native_dropout.default and not again:
         return None
-    given, share, train = node.args[2:] if again else (*node.args, None)[:3]
-    if len(node.args) < 3 or train is False or not share or not isinstance(given, fx.Node):
+    source, share, train = node.args[2:] if again else (*node.args, None)[:3]
+    if len(node.args) < 3 or train is False or not share or not isinstance(source, fx.Node):
         return None
     dropped, mask = node.meta["val"]
-    x: torch.Tensor = given.meta["val"]
-    if len({id_of(given), *ids_of(node)}) != 3 or x.dtype != dropped.dtype:
+    x: torch.Tensor = source.meta["val"]
+    if len({id_of(source), *ids_of(node)}) != 3 or x.dtype != dropped.dtype:
         return None
-    return Dropout(given, 1.0 - float(share), dropped, mask)  # type: ignore[arg-type]
+    return Dropout(source, 1.0 - float(share), dropped, mask)  # type: ignore[arg-type]
 
 
 def take_apart(graph: fx.Graph, node: fx.Node, call: MaskCall, scale: float) -> dict[str, str]:

@@ -53,12 +53,12 @@ def with_readers(
     naming = _Naming(build_memory(graph), order, runs, names)
     reruns = naming.reruns()
     merged: list[str] = []
-    rest = iter([(before, one.name) for before, one in reruns])
-    upcoming = next(rest, None)
+    insertions = iter([(before, one.name) for before, one in reruns])
+    upcoming = next(insertions, None)
     for step, name in enumerate(order):
         while upcoming is not None and upcoming[0] == step:
             merged.append(upcoming[1])
-            upcoming = next(rest, None)
+            upcoming = next(insertions, None)
         if name:
             merged.append(name)
     return [one for _, one in reruns], merged

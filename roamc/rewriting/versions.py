@@ -84,15 +84,15 @@ class Versions:
             self.first[self.views[node, version]] = node
         return self.views[node, version]
 
-    def _view(self, node: fx.Node, base: fx.Node, now: fx.Node, at: fx.Node) -> fx.Node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: now if argument is base else argument)
+    def _view(self, node: fx.Node, base: fx.Node, version: fx.Node, at: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: version if argument is base else argument)
         view = self.call(node.target, args, kwargs, node, at)
         if node.target is operator.getitem:  # only single tensors pass from forward to backward
-            now.append(view)
-            self.phase[view.name] = self.phase[now.name]
-        if now.meta["val"] is not base.meta["val"]:  # what a codec decodes has fake tensors of its own
+            version.append(view)
+            self.phase[view.name] = self.phase[version.name]
+        if version.meta["val"] is not base.meta["val"]:  # what a codec decodes has fake tensors of its own
             view.meta["val"] = derived(view, self.mode)
-        (old, *_), (new, *_) = ids_of(base), ids_of(now)
+        (old, *_), (new, *_) = ids_of(base), ids_of(version)
         view.meta[STORAGES] = tuple(new if storage == old else storage for storage in ids_of(node))
         return view
 
