@@ -60,8 +60,8 @@ def cp_sat(
         solver.parameters.max_time_in_seconds = max(seconds, 0.01)
     status = solver.solve(model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = np.array([solver.value(place) for place in offset], dtype=np.int64)
-        return CpSatResult(found, status == cp_model.OPTIMAL)
+        solved_offset = np.array([solver.value(place) for place in offset], dtype=np.int64)
+        return CpSatResult(solved_offset, status == cp_model.OPTIMAL)
     return CpSatResult(None, status == cp_model.INFEASIBLE)
 
 

@@ -83,8 +83,8 @@ def parse_csv(text: str, source: str) -> Instance:
             try:
                 _problem([row])
             except ValueError as error:
-                said = str(error).replace("storage 0", f"storage {row.name!r}", 1)
-                raise CsvError(f"{source}:{number}: {said}") from None
+                message = str(error).replace("storage 0", f"storage {row.name!r}", 1)
+                raise CsvError(f"{source}:{number}: {message}") from None
         raise CsvError(f"{source}: {whole}") from None
     return Instance(tuple(row.name for row in rows), problem)
 
@@ -120,9 +120,9 @@ def format_csv(instance: Instance, offset: LongArray) -> str:
 
 def _columns(header: str, source: str) -> tuple[dict[str, int], bool]:
     """Where each column stands, and whether the last step is part of a life."""
-    given = [name.strip() for name in header.split(",")]
-    inclusive = "end" in given
-    names = ["upper" if name == "end" else _NAMES.get(name, name) for name in given]
+    columns = [name.strip() for name in header.split(",")]
+    inclusive = "end" in columns
+    names = ["upper" if name == "end" else _NAMES.get(name, name) for name in columns]
     for name in names:
         if names.count(name) > 1:
             raise CsvError(f"{source}:1: more than one column for {name!r}")

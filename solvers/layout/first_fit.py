@@ -48,8 +48,8 @@ def first_fit(problem: LayoutProblem, sequence: LongArray, effort: Effort = EFFO
     With many parts, time is cut into slices, and a short-lived storage walks only over the parts in its slices.
     """
     rectangle = parts(problem)
-    held = problem.fixed[sequence] >= 0
-    ordered = np.concatenate([sequence[held], sequence[~held]]).astype(np.int64)
+    fixed = problem.fixed[sequence] >= 0
+    ordered = np.concatenate([sequence[fixed], sequence[~fixed]]).astype(np.int64)
     ordered = ordered[(padded(problem) > 0)[ordered]]
     offset = np.maximum(problem.fixed, 0)
     _fill(
@@ -162,13 +162,13 @@ def _walk(stacks: _Stacks, number: int, part: int, at: int, room: int, low: int,
     """Walk on in a stack, from where the last walk for the part ended: its lowest byte, pushed up by what is there."""
     stacked, life = stacks.stacked, stacks.life
     born, dead = life[part, _BORN], life[part, _DEAD]
-    here, end = stacks.seen[number], stacks.begin[number] + stacks.height[number]
-    while here < end:
-        other = stacked[here]
+    index, end = stacks.seen[number], stacks.begin[number] + stacks.height[number]
+    while index < end:
+        other = stacked[index]
         if life[other, _BOTTOM] >= at + room:
             break
         if life[other, _TOP] > at and life[other, _BORN] < dead and born < life[other, _DEAD]:
             at = -(-(life[other, _TOP] - low) // alignment) * alignment + low
-        here += 1
-    stacks.seen[number] = here
+        index += 1
+    stacks.seen[number] = index
     return at

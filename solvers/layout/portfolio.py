@@ -153,11 +153,11 @@ class _Run:
         pairs = live_pairs(self.problem) * len(start)
         limit = min(effort.improve_rounds, effort.improve_pairs // max(pairs, 1) + 1)
         runs = [Improvement(self.problem, one.offset, self.target, effort) for one in start]
-        for made in range(0, limit, effort.improve_turn):
+        for rounds in range(0, limit, effort.improve_turn):
             for run in runs:
                 if self.late() or min(run.best_arena for run in runs) <= self.target:
                     break
-                run.go_on(min(effort.improve_turn, limit - made))
+                run.go_on(min(effort.improve_turn, limit - rounds))
         for candidate, run in zip(start, runs, strict=True):
             if run.rounds:
                 self.add(candidate.name + "+improve", run.best, self.problem.num_storages * run.rounds)
@@ -171,12 +171,12 @@ class _Run:
             return self._search_by_cp_sat(node_limit)
         share = node_limit if self.seconds is None else min(node_limit, self.effort.first_search_nodes)
         while True:
-            found = tree_search(self.problem, self.best().offset, self.target, share, self.late, self.effort)
-            self.add("tree_search", found.offset, found.nodes)
-            node_limit -= max(found.nodes, 1)
-            hopeless = found.refuted and self.capacity is not None
-            if found.proved or hopeless or node_limit <= 0 or self.late():
-                return self.status(searched=True, proved=found.proved, refuted=found.refuted)
+            result = tree_search(self.problem, self.best().offset, self.target, share, self.late, self.effort)
+            self.add("tree_search", result.offset, result.nodes)
+            node_limit -= max(result.nodes, 1)
+            hopeless = result.refuted and self.capacity is not None
+            if result.proved or hopeless or node_limit <= 0 or self.late():
+                return self.status(searched=True, proved=result.proved, refuted=result.refuted)
             share = min(node_limit, self.effort.search_growth * share)
 
     def _search_by_cp_sat(self, node_limit: int) -> Status:
@@ -185,11 +185,11 @@ class _Run:
         if int((self.problem.size > 0).sum()) > self.effort.cp_sat_storages:
             return self.status()
         roof = self.best().arena_bytes - 1
-        found = cp_sat(self.problem, self.bound, roof, node_limit, self.left(), self.effort)
-        if found.offset is not None:
-            self.add("cp_sat", found.offset, node_limit)
+        result = cp_sat(self.problem, self.bound, roof, node_limit, self.left(), self.effort)
+        if result.offset is not None:
+            self.add("cp_sat", result.offset, node_limit)
         above = self.capacity is not None and self.best().arena_bytes > self.capacity
-        return self.status(searched=True, proved=found.proved, refuted=found.proved and above)
+        return self.status(searched=True, proved=result.proved, refuted=result.proved and above)
 
     def status(self, *, searched: bool = False, proved: bool = False, refuted: bool = False) -> Status:
         """Return the status of the best candidate.

@@ -194,8 +194,8 @@ def make_problem(
     return problem
 
 
-def _column(name: str, given: Sequence[int] | LongArray | None, length: int, default: int) -> LongArray:
-    column = np.full(length, default, dtype=np.int64) if given is None else np.array(given, dtype=np.int64)
+def _column(name: str, values: Sequence[int] | LongArray | None, length: int, default: int) -> LongArray:
+    column = np.full(length, default, dtype=np.int64) if values is None else np.array(values, dtype=np.int64)
     if len(column) != length:
         raise ValueError(f"{len(column)} {name} for {length} storages")
     return column
@@ -213,13 +213,13 @@ def _check_gaps(problem: LayoutProblem) -> None:
     for gap in problem.gaps:
         if not 0 <= gap.storage < problem.num_storages:
             raise ValueError(f"a gap names storage {gap.storage} of {problem.num_storages}")
-        said = f"storage {gap.storage} has a gap from step {gap.born} to {gap.dead}"
+        subject = f"storage {gap.storage} has a gap from step {gap.born} to {gap.dead}"
         if not problem.born[gap.storage] <= gap.born < gap.dead <= problem.dead[gap.storage]:
-            raise ValueError(f"{said} outside of its life")
+            raise ValueError(f"{subject} outside of its life")
         if not 0 <= gap.low <= gap.high <= problem.size[gap.storage]:
-            raise ValueError(f"{said} with a window {gap.low}:{gap.high} outside of its bytes")
+            raise ValueError(f"{subject} with a window {gap.low}:{gap.high} outside of its bytes")
         if gap.storage == before.storage and gap.born < before.dead:
-            raise ValueError(f"{said} over another")
+            raise ValueError(f"{subject} over another")
         before = gap
 
 
@@ -247,20 +247,20 @@ def parts(problem: LayoutProblem) -> Parts:
     rows: dict[int, list[tuple[Step, Step, Bytes, Bytes]]] = {}
     for gap in problem.gaps:
         storage = gap.storage
-        known = rows.setdefault(
+        own_rows = rows.setdefault(
             storage, [(int(problem.born[storage]), int(problem.dead[storage]), 0, int(size[storage]))]
         )
-        first, end, low, high = known.pop()
-        known += [(first, gap.born, low, high), (gap.born, gap.dead, gap.low, gap.high), (gap.dead, end, low, high)]
+        first, end, low, high = own_rows.pop()
+        own_rows += [(first, gap.born, low, high), (gap.born, gap.dead, gap.low, gap.high), (gap.dead, end, low, high)]
     counts = (size > 0).astype(np.int64)
-    for storage, known in rows.items():
-        rows[storage] = [row for row in known if row[0] < row[1] and row[2] < row[3]]
+    for storage, own_rows in rows.items():
+        rows[storage] = [row for row in own_rows if row[0] < row[1] and row[2] < row[3]]
         counts[storage] = len(rows[storage])
     start = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
     owner = np.repeat(np.arange(problem.num_storages), counts)
     columns = np.stack([problem.born[owner], problem.dead[owner], np.zeros_like(owner), size[owner]]).astype(np.int64)
-    for storage, known in rows.items():
-        columns[:, start[storage] : start[storage + 1]] = np.array(known, dtype=np.int64).reshape(-1, 4).T
+    for storage, own_rows in rows.items():
+        columns[:, start[storage] : start[storage + 1]] = np.array(own_rows, dtype=np.int64).reshape(-1, 4).T
     born, dead, low, high = columns
     return Parts(start, born, dead, low, high)
 
@@ -293,8 +293,8 @@ def lower_bound(problem: LayoutProblem) -> Bytes:
     A fixed end is the fixed offset of a storage plus its padded size.
     """
     size = padded(problem)
-    held = (problem.fixed >= 0) & (size > 0)
-    return max(int(live_bytes(problem)[1].max(initial=0)), int((problem.fixed + size)[held].max(initial=0)))
+    fixed = (problem.fixed >= 0) & (size > 0)
+    return max(int(live_bytes(problem)[1].max(initial=0)), int((problem.fixed + size)[fixed].max(initial=0)))
 
 
 def arena_bytes(problem: LayoutProblem, offset: LongArray) -> Bytes:

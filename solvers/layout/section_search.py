@@ -65,11 +65,11 @@ def search(state: SearchState, capacity: int, limit: int) -> int:
     at = state.at
     while True:
         frame = at[FRAME]
-        here = state.list_at[frame]
-        if _fits(state, here, capacity):
+        list_at = state.list_at[frame]
+        if _fits(state, list_at, capacity):
             if at[NODES] + at[WORK] // WORK_OF_A_NODE >= limit or at[FULL]:
                 return STOPPED
-            chosen = state.lists[here + 1]
+            chosen = state.lists[list_at + 1]
             if not _misplaced(state, chosen):
                 _place(state, frame, chosen)
                 if at[FULL]:
@@ -86,15 +86,15 @@ def search(state: SearchState, capacity: int, limit: int) -> int:
 
 
 @compiled
-def _fits(state: SearchState, here: int, capacity: int) -> bool:
+def _fits(state: SearchState, list_at: int, capacity: int) -> bool:
     """Sort a list by floor, then rank, and see whether its sections can hold it; if not, to what that is due."""
     lists, ranks, floor, top = state.lists, state.ranks, state.floor, state.top
-    stop = here + 1 + lists[here]
+    stop = list_at + 1 + lists[list_at]
     lo, hi, work = len(top), 0, 0
-    for k in range(here + 1, stop):
+    for k in range(list_at + 1, stop):
         storage, rank = lists[k], ranks[k]
         place = k
-        while place > here + 1 and (
+        while place > list_at + 1 and (
             floor[lists[place - 1]] > floor[storage]
             or (floor[lists[place - 1]] == floor[storage] and ranks[place - 1] > rank)
         ):
@@ -105,13 +105,13 @@ def _fits(state: SearchState, here: int, capacity: int) -> bool:
         lo, hi = min(lo, state.first[storage]), max(hi, state.end[storage])
     for section in range(lo, hi):
         top[section] = 0
-    for k in range(here + 1, stop):
+    for k in range(list_at + 1, stop):
         storage = lists[k]
         for section in range(state.first[storage], state.end[storage]):
             high = max(top[section], floor[storage]) + state.size[storage]
             if high > capacity:
-                state.at[WORK] += work + stop - here
-                _blame(state, here, section)
+                state.at[WORK] += work + stop - list_at
+                _blame(state, list_at, section)
                 return False
             top[section] = high
         work += state.end[storage] - state.first[storage]
@@ -120,10 +120,10 @@ def _fits(state: SearchState, here: int, capacity: int) -> bool:
 
 
 @compiled
-def _blame(state: SearchState, here: int, section: int) -> None:
+def _blame(state: SearchState, list_at: int, section: int) -> None:
     """Set FROM and TO to the lives of all storages of the list that wait in the section, which cannot hold them."""
     lo, hi = section, section + 1
-    for k in range(here + 1, here + 1 + state.lists[here]):
+    for k in range(list_at + 1, list_at + 1 + state.lists[list_at]):
         storage = state.lists[k]
         if state.first[storage] <= section and section < state.end[storage]:
             lo, hi = min(lo, state.first[storage]), max(hi, state.end[storage])
@@ -160,8 +160,8 @@ def _lower_floors(state: SearchState, mark: int) -> None:
 def _place(state: SearchState, frame: int, chosen: int) -> None:
     """Place a storage at its floor, raise the others above it, and list what then waits, set by set."""
     at, lists = state.at, state.lists
-    here = state.list_at[frame]
-    count = lists[here]
+    list_at = state.list_at[frame]
+    count = lists[list_at]
     if at[LISTED] + 2 * count > len(lists) or at[RAISED] + count > len(state.raised):
         at[FULL] = 1
         return
@@ -174,25 +174,25 @@ def _place(state: SearchState, frame: int, chosen: int) -> None:
     at[WORK] += count
     top = state.floor[chosen] + state.size[chosen]
     first, end = state.first[chosen], state.end[chosen]
-    for k in range(here + 1, here + 1 + count):
+    for k in range(list_at + 1, list_at + 1 + count):
         storage = lists[k]
         meets = state.first[storage] < end and first < state.end[storage]
         if meets and storage != chosen and state.floor[storage] < top:
             _raise_floor(state, storage, top)
-    state.children_end[frame] = at[LISTED] = _list_sets(state, here, chosen)
+    state.children_end[frame] = at[LISTED] = _list_sets(state, list_at, chosen)
 
 
 @compiled
-def _list_sets(state: SearchState, here: int, chosen: int) -> int:
+def _list_sets(state: SearchState, list_at: int, chosen: int) -> int:
     """Write the sets that are left of a list without `chosen` behind the last list; the end of the last."""
     lists, births, cover, slot = state.lists, state.births, state.cover, state.slot
-    stop = here + 1 + lists[here]
+    stop = list_at + 1 + lists[list_at]
     lo, hi = len(births), 0
-    for k in range(here + 1, stop):
+    for k in range(list_at + 1, stop):
         lo, hi = min(lo, state.first[lists[k]]), max(hi, state.end[lists[k]])
     for section in range(lo, hi + 1):
         births[section] = cover[section] = 0
-    for k in range(here + 1, stop):
+    for k in range(list_at + 1, stop):
         if lists[k] != chosen:
             births[state.first[lists[k]]] += 1
             cover[state.end[lists[k]]] -= 1
@@ -203,7 +203,7 @@ def _list_sets(state: SearchState, here: int, chosen: int) -> int:
             slot[sets] = 0
             sets += 1
         births[section] = sets - 1
-    for k in range(here + 1, stop):
+    for k in range(list_at + 1, stop):
         if lists[k] != chosen:
             slot[births[state.first[lists[k]]]] += 1
     end = int(state.at[LISTED])
@@ -211,7 +211,7 @@ def _list_sets(state: SearchState, here: int, chosen: int) -> int:
         lists[end] = slot[number]
         slot[number] = end + 1
         end += 1 + int(lists[end])
-    for k in range(here + 1, stop):
+    for k in range(list_at + 1, stop):
         if lists[k] != chosen:
             number = births[state.first[lists[k]]]
             lists[slot[number]], state.ranks[slot[number]] = lists[k], state.ranks[k]
@@ -222,16 +222,16 @@ def _list_sets(state: SearchState, here: int, chosen: int) -> int:
 
 
 @compiled
-def _rank_again(state: SearchState, here: int, end: int) -> None:
-    """Rank the storages of the sets between here and end, each set by the most bytes that wait in a section."""
+def _rank_again(state: SearchState, list_at: int, end: int) -> None:
+    """Rank the storages of the sets between list_at and end, each set by the most bytes that wait in a section."""
     lists, ranks, most, tie = state.lists, state.ranks, state.most, state.tie
-    while here < end:
-        stop = here + 1 + lists[here]
-        _add_waiting(state, here)
-        for k in range(here + 1, stop):
+    while list_at < end:
+        stop = list_at + 1 + lists[list_at]
+        _add_waiting(state, list_at)
+        for k in range(list_at + 1, stop):
             storage = lists[k]
             place = k
-            while place > here + 1 and (
+            while place > list_at + 1 and (
                 most[lists[place - 1]] < most[storage]
                 or (most[lists[place - 1]] == most[storage] and tie[lists[place - 1]] > tie[storage])
             ):
@@ -239,21 +239,21 @@ def _rank_again(state: SearchState, here: int, end: int) -> None:
                 place -= 1
             lists[place] = storage
             state.at[WORK] += k - place + 1
-        for k in range(here + 1, stop):
+        for k in range(list_at + 1, stop):
             ranks[k] = k
-        here = stop
+        list_at = stop
 
 
 @compiled
-def _add_waiting(state: SearchState, here: int) -> None:
+def _add_waiting(state: SearchState, list_at: int) -> None:
     """Write to `most`, for each storage of a list, the bytes that wait in the fullest section of its life."""
     lists, first, last, waiting = state.lists, state.first, state.end, state.top
-    stop = here + 1 + lists[here]
-    for k in range(here + 1, stop):
+    stop = list_at + 1 + lists[list_at]
+    for k in range(list_at + 1, stop):
         waiting[first[lists[k]] : last[lists[k]]] = 0
-    for k in range(here + 1, stop):
+    for k in range(list_at + 1, stop):
         waiting[first[lists[k]] : last[lists[k]]] += state.size[lists[k]]
-    for k in range(here + 1, stop):
+    for k in range(list_at + 1, stop):
         storage = lists[k]
         state.most[storage] = waiting[first[storage] : last[storage]].max()
         state.at[WORK] += last[storage] - first[storage]
@@ -308,27 +308,27 @@ def _lift(state: SearchState, frame: int, chosen: int, capacity: int) -> bool:
     meet it.
     """
     lists, floor, size = state.lists, state.floor, state.size
-    here = state.list_at[frame]
-    stop = here + 1 + lists[here]
+    list_at = state.list_at[frame]
+    stop = list_at + 1 + lists[list_at]
     state.due_from[frame] = min(state.due_from[frame], state.at[FROM])
     state.due_to[frame] = max(state.due_to[frame], state.at[TO])
     first, end = state.first[chosen], state.end[chosen]
     if end <= state.at[FROM] or state.at[TO] <= first:
         return False
     lo, hi, lowest = first, end, capacity
-    for k in range(here + 1, stop):
+    for k in range(list_at + 1, stop):
         other = lists[k]
         if other != chosen and state.first[other] < end and first < state.end[other]:
             lowest = min(lowest, max(floor[other] + size[other], floor[chosen] + 1))
             lo, hi = min(lo, state.first[other]), max(hi, state.end[other])
     state.due_from[frame], state.due_to[frame] = min(state.due_from[frame], lo), max(state.due_to[frame], hi)
-    state.at[WORK] += lists[here]
+    state.at[WORK] += lists[list_at]
     if lowest + size[chosen] > capacity:
         return False
-    if state.at[RAISED] + lists[here] > len(state.raised):
+    if state.at[RAISED] + lists[list_at] > len(state.raised):
         state.at[FULL] = 1
         return True
-    for k in range(here + 1, stop):
+    for k in range(list_at + 1, stop):
         twin = lists[k]
         if state.alike[twin] == state.alike[chosen] and size[twin] == size[chosen] and floor[twin] < lowest:
             _raise_floor(state, twin, lowest)

@@ -154,13 +154,13 @@ def _fullest_births(part: LayoutProblem) -> IntArray:
     """Steps of birth, but for those with nothing dying before the next: there the next has all that they have."""
     births, deaths = np.unique(part.born), np.unique(part.dead)
     died = np.searchsorted(deaths, births, side="right")  # deaths up to each birth
-    kept: IntArray = births[np.append(died[1:] > died[:-1], True)]
-    return kept
+    fullest: IntArray = births[np.append(died[1:] > died[:-1], True)]
+    return fullest
 
 
 def _alike(size: LongArray, alignment: LongArray, first: IntArray, end: IntArray) -> IntArray:
     """Equal numbers for storages with the same life that may change places in a stack: aligned sizes."""
-    known: dict[tuple[int, ...], int] = {}
+    numbers: dict[tuple[int, ...], int] = {}
     rows = zip(size.tolist(), alignment.tolist(), first.tolist(), end.tolist(), strict=True)
     keys = [(lo, hi, align, 0 if room % align == 0 else room) for room, align, lo, hi in rows]
-    return np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int32)
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int32)

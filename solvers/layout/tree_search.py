@@ -82,11 +82,11 @@ def tree_search(
     proved_height, refuted = target_bytes, False
     for number, piece in enumerate(pieces):
         share = (node_limit - nodes) // (len(pieces) - number)
-        found = _lower(_part(problem, piece), offset[piece], target_bytes, share, late, effort)
-        offset[piece] = found.offset
-        nodes += found.nodes
-        refuted = refuted or found.refuted
-        if found.proved:
+        result = _lower(_part(problem, piece), offset[piece], target_bytes, share, late, effort)
+        offset[piece] = result.offset
+        nodes += result.nodes
+        refuted = refuted or result.refuted
+        if result.proved:
             proved_height = max(proved_height, _top(piece, offset, size))
     return SearchResult(offset, nodes, arena_bytes(problem, offset) <= proved_height, refuted)
 
@@ -125,21 +125,21 @@ def _lower(
     guess, nodes, refuted = lowest, 0, False
     height = arena_bytes(part, offset)
     static = _orders(part) if height > max(lowest, target) else []
-    asked = lowest
+    capacity = lowest
     while height > max(lowest, target) and nodes < node_limit and not late():
-        share = (node_limit - nodes) // (effort.target_share if asked == lowest else effort.capacity_share) + 1
-        found, proved, cost = _decide(part, static, asked, min(share, node_limit - nodes), late, effort)
+        share = (node_limit - nodes) // (effort.target_share if capacity == lowest else effort.capacity_share) + 1
+        layout, proved, cost = _decide(part, static, capacity, min(share, node_limit - nodes), late, effort)
         nodes += cost
-        if found is not None:
-            offset, height = found, arena_bytes(part, found)
+        if layout is not None:
+            offset, height = layout, arena_bytes(part, layout)
         elif proved:
-            lowest = asked + unit
+            lowest = capacity + unit
             refuted = True
-        guess = max(lowest, asked + unit) if found is None else guess
+        guess = max(lowest, capacity + unit) if layout is None else guess
         if guess >= height:
             guess = lowest
-        asked = guess + (height - guess) // (2 * unit) * unit
-        asked = min(asked, height - unit)
+        capacity = guess + (height - guess) // (2 * unit) * unit
+        capacity = min(capacity, height - unit)
     return SearchResult(offset, nodes, height <= max(lowest, target), refuted)
 
 

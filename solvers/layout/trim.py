@@ -121,10 +121,10 @@ def trimmed(gaps: Sequence[IdleRange], steps: int) -> LongArray:
         gaps: the ranges that are trimmed, which do not overlap.
         steps: number n of steps.
     """
-    gone = np.zeros(steps + 1, dtype=np.int64)
+    trimmed_bytes = np.zeros(steps + 1, dtype=np.int64)
     for gap in gaps:
-        _add(gone[None], gap.first, gap.length, gap.high - gap.low)
-    return gone
+        _add(trimmed_bytes[None], gap.first, gap.length, gap.high - gap.low)
+    return trimmed_bytes
 
 
 def _busy(room: Room, piece: Bytes) -> tuple[BoolArray, LongArray]:
@@ -175,15 +175,15 @@ class _IdleRanges:
 
     def merged(self, chosen: Sequence[int]) -> tuple[IdleRange, ...]:
         """Return the gaps with the numbers in ``chosen``, those of neighbouring pages and equal time as one range."""
-        found: list[IdleRange] = []
+        ranges: list[IdleRange] = []
         columns = np.stack([self.first, self.length, self.low, self.size])[:, list(chosen)]
         for first, length, low, size in sorted(columns.T.tolist()):
-            last = found[-1] if found else None
+            last = ranges[-1] if ranges else None
             if last is not None and (last.first, last.length, last.high) == (first, length, low):
-                found[-1] = IdleRange(last.low, low + size, first, length)
+                ranges[-1] = IdleRange(last.low, low + size, first, length)
             else:
-                found.append(IdleRange(low, low + size, first, length))
-        return tuple(found)
+                ranges.append(IdleRange(low, low + size, first, length))
+        return tuple(ranges)
 
     def _helps(self, over: LongArray, gaps: LongArray) -> LongArray:
         """At how many moments above the aim each gap lies."""

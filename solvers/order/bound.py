@@ -54,14 +54,14 @@ def operator_bound(problem: OrderProblem) -> LongArray:
 
 def most_reused(problem: OrderProblem) -> LongArray:
     """Return int64[n]: the most bytes of inputs that the results of each operator can take over in any order."""
-    wanted = np.zeros(problem.num_ops, dtype=np.int64)
+    result_bytes = np.zeros(problem.num_ops, dtype=np.int64)
     results = np.flatnonzero(np.diff(problem.reusable_start))
-    np.add.at(wanted, problem.producer[results], problem.size[results])
+    np.add.at(result_bytes, problem.producer[results], problem.size[results])
     result_of = np.repeat(np.arange(problem.num_buffers), np.diff(problem.reusable_start))
     pairs = np.unique(np.stack([problem.producer[result_of], problem.reusable]), axis=1)
     offered = np.zeros(problem.num_ops, dtype=np.int64)
     np.add.at(offered, pairs[0], problem.size[pairs[1]])
-    return np.minimum(wanted, offered)
+    return np.minimum(result_bytes, offered)
 
 
 def reachability_bound(problem: OrderProblem, chosen: IntArray, effort: Effort = EFFORT) -> LongArray:

@@ -91,11 +91,11 @@ def _join_after(problem: OrderProblem, anchor: list[OpIndex]) -> None:
 
 def _reusable_by(problem: OrderProblem) -> dict[OpIndex, set[int]]:
     """Buffers whose bytes the results of an operator may take over."""
-    found: dict[OpIndex, set[int]] = {}
+    by_operator: dict[OpIndex, set[int]] = {}
     for result, row in enumerate(reusables(problem).lists()):
         if row:
-            found.setdefault(int(problem.producer[result]), set()).update(row)
-    return found
+            by_operator.setdefault(int(problem.producer[result]), set()).update(row)
+    return by_operator
 
 
 def _grouped(problem: OrderProblem, group: IntArray, anchors: IntArray) -> OrderProblem:

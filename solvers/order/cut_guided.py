@@ -51,16 +51,16 @@ def cut_guided(
     for _ in range(effort.cut_rounds):
         if best_peak <= bound or work >= work_limit:
             break
-        found = _schedule(narrowed.problem)
-        live = live_bytes(narrowed.problem, found)
+        attempt = _schedule(narrowed.problem)
+        live = live_bytes(narrowed.problem, attempt)
         step = int(live.argmax())
         if live[step] < best_peak:
-            best, best_peak = narrowed.ops[found], int(live[step])
-        least, before, arcs = least_before(make_network(narrowed.problem, effort), int(found[step]))
+            best, best_peak = narrowed.ops[attempt], int(live[step])
+        least, before, arcs = least_before(make_network(narrowed.problem, effort), int(attempt[step]))
         work += effort.cut_round_price * problem.num_ops + arcs
         if least >= min(best_peak, int(live[step])):
             break
-        narrowed = _settle(narrowed, found, int(found[step]), before)
+        narrowed = _settle(narrowed, attempt, int(attempt[step]), before)
     return best, work
 
 

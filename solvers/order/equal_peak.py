@@ -127,8 +127,8 @@ def _lowered(problem: OrderProblem, order: IntArray, lo: Step, hi: Step) -> IntA
     """Return the operators at steps [lo, hi), ordered by the better of two rules; as they were if neither is lower."""
     part = window(problem, order, lo, hi)
     as_it_is = np.arange(part.problem.num_ops, dtype=np.int32)
-    found = (as_it_is, list_schedule(part.problem), lescea(part.problem))
-    return part.order_of(min(found, key=lambda other: peak_bytes(part.problem, other)))
+    candidates = (as_it_is, list_schedule(part.problem), lescea(part.problem))
+    return part.order_of(min(candidates, key=lambda other: peak_bytes(part.problem, other)))
 
 
 def _drawn(problem: OrderProblem, dice: random.Random, far: int) -> IntArray:

@@ -180,18 +180,18 @@ class _Search:
         first = 1 + max((self.position[op] for op in self.before[start]), default=-1)
         last = -1 + min((self.position[op] for op in self.behind[wait]), default=len(self.order))
         for op, limit in ((start, first), (wait, last)):
-            here = self.position[op]
-            step = limit - here
+            origin = self.position[op]
+            step = limit - origin
             step = self._within_stage(op, step)
             for _ in range(self.effort.halvings):
-                if step == 0 or self._move(op, here + step):
+                if step == 0 or self._move(op, origin + step):
                     break
                 step = int(step / 2)
 
     def _within_stage(self, op: OpIndex, step: int) -> int:
         """``step``, shortened so that ``op`` stays among operators of its stage."""
-        here, sign = self.position[op], 1 if step > 0 else -1
-        while step and self.stage[self.order[here + step]] != self.stage[op]:
+        origin, sign = self.position[op], 1 if step > 0 else -1
+        while step and self.stage[self.order[origin + step]] != self.stage[op]:
             step -= sign
         return step
 
@@ -218,19 +218,19 @@ class _Search:
 
     def _move(self, op: OpIndex, to: Step) -> bool:
         """Let ``op`` run at step ``to`` if that exposes fewer seconds and keeps the limits; whether it does."""
-        here = self.position[op]
-        self._shift(here, to)
+        origin = self.position[op]
+        self._shift(origin, to)
         exposed = self._exposed()
         if exposed < self.exposed - self.least and self._fits():
             self.exposed = exposed
             return True
-        self._shift(to, here)
+        self._shift(to, origin)
         return False
 
-    def _shift(self, here: Step, to: Step) -> None:
-        """Move the operator at step ``here`` to step ``to``; those in between move up or down."""
-        low, high = min(here, to), max(here, to) + 1
-        self.order[low:high] = np.roll(self.order[low:high], -1 if to > here else 1)
+    def _shift(self, origin: Step, to: Step) -> None:
+        """Move the operator at step ``origin`` to step ``to``; those in between move up or down."""
+        low, high = min(origin, to), max(origin, to) + 1
+        self.order[low:high] = np.roll(self.order[low:high], -1 if to > origin else 1)
         for step in range(low, high):
             self.position[self.order[step]] = step
 
@@ -295,16 +295,16 @@ def _peaks(
         last[buffer] = count - 1 if kept[buffer] else position[producer[buffer]]
         for row in range(consumer_start[buffer], consumer_start[buffer + 1]):
             last[buffer] = max(last[buffer], position[consumer[row]])
-    taken = np.zeros(len(size), dtype=np.bool_)
+    is_reused = np.zeros(len(size), dtype=np.bool_)
     for result in range(len(size)):
         maker = producer[result]
         for row in range(reusable_start[result], reusable_start[result + 1]):
             candidate = reusable[row]
-            free = not taken[candidate]
+            free = not is_reused[candidate]
             for reader in consumer[consumer_start[candidate] : consumer_start[candidate + 1]]:
                 free = free and (position[reader] <= position[maker] or reader == wait[maker])
             if free:
-                taken[candidate] = True
+                is_reused[candidate] = True
                 last[candidate] = position[maker] - 1
                 break
     ended = np.zeros(count, dtype=np.int64)
@@ -312,13 +312,13 @@ def _peaks(
     for buffer in range(len(size)):
         change[position[producer[buffer]]] += size[buffer]
         change[last[buffer] + 1] -= size[buffer]
-    now, live, need, between = 0, 0, 0, 0
+    current, live, need, between = 0, 0, 0, 0
     for step in range(count):
         op = order[step]
-        now += change[step]
-        live = max(live, now)
+        current += change[step]
+        live = max(live, current)
         between -= ended[op]
-        need = max(need, now + between + workspace[op])
+        need = max(need, current + between + workspace[op])
         if wait[op] >= 0:
             between += workspace[op]
             ended[wait[op]] = workspace[op]

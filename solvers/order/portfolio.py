@@ -204,9 +204,9 @@ class _Run:
             self.work += work
         if pieces.cuts and not self.closed:
             limit = self._left() // effort.cuts_share
-            found, work = cut_guided(self.problem, self.order, self.bound, limit, effort)
+            order, work = cut_guided(self.problem, self.order, self.bound, limit, effort)
             self.work += work
-            self.offer("cuts", found)
+            self.offer("cuts", order)
         if pieces.search and not self.closed:
             self._search(pieces, self._worth() // effort.search_share if pieces.subgraphs else self._worth())
         if pieces.subgraphs and not self.closed:
@@ -221,18 +221,18 @@ class _Run:
         start = Bracket(order, peak_bytes(problem, order), self.bound)
         limit = min(limit, self._left())
         if pieces.segments:
-            found = narrow_by_segment(problem, start, limit, self._effort)
+            bracket = narrow_by_segment(problem, start, limit, self._effort)
         else:
-            found = narrow(problem, start, limit, self._effort)
-        expanded = contracted.order_of(found.order) if contracted else found.order
-        self._learn("search", Bracket(expanded, found.peak_bytes, found.bound_bytes, found.work))
+            bracket = narrow(problem, start, limit, self._effort)
+        expanded = contracted.order_of(bracket.order) if contracted else bracket.order
+        self._learn("search", Bracket(expanded, bracket.peak_bytes, bracket.bound_bytes, bracket.work))
 
-    def _learn(self, name: str, found: Bracket) -> None:
-        self._stopped = not found.closed
-        self.bound = max(self.bound, found.bound_bytes)
-        self.work += found.work
-        if found.peak_bytes < self.peak:
-            self.offer(name, found.order)
+    def _learn(self, name: str, bracket: Bracket) -> None:
+        self._stopped = not bracket.closed
+        self.bound = max(self.bound, bracket.bound_bytes)
+        self.work += bracket.work
+        if bracket.peak_bytes < self.peak:
+            self.offer(name, bracket.order)
 
     def _left(self) -> int:
         return max(0, self._work_limit - self.work)

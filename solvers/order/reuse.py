@@ -48,16 +48,16 @@ def _reused_buffers(
     A buffer can only be taken over at its last reader, so no two operators compete for it, and any sequence will do.
     """
     reused = np.full(len(producer), -1, dtype=np.int32)
-    taken = np.zeros(len(producer), dtype=np.bool_)
+    is_reused = np.zeros(len(producer), dtype=np.bool_)
     for result in range(len(producer)):
         step = position[producer[result]]
         for row in range(reusable_start[result], reusable_start[result + 1]):
             candidate = reusable[row]
-            is_free = not taken[candidate]
+            is_free = not is_reused[candidate]
             for reader in consumer[consumer_start[candidate] : consumer_start[candidate + 1]]:
                 is_free = is_free and position[reader] <= step
             if is_free:
-                taken[candidate] = True
+                is_reused[candidate] = True
                 reused[result] = candidate
                 break
     return reused

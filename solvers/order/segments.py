@@ -51,9 +51,9 @@ def narrow_by_segment(problem: OrderProblem, start: Bracket, work_limit: int, ef
     spans.sort(key=lambda span: -int(live[span[0] : span[1]].max()))
     order, peak, bound, work = start.order.copy(), 0, start.bound_bytes, start.work
     for lo, hi in spans:
-        found = _narrow_span(problem, order, (lo, hi), bound, max(0, work_limit - (work - start.work)), effort)
-        order[lo:hi] = found.order
-        peak, bound, work = max(peak, found.peak_bytes), max(bound, found.bound_bytes), work + found.work
+        bracket = _narrow_span(problem, order, (lo, hi), bound, max(0, work_limit - (work - start.work)), effort)
+        order[lo:hi] = bracket.order
+        peak, bound, work = max(peak, bracket.peak_bytes), max(bound, bracket.bound_bytes), work + bracket.work
     return Bracket(order, peak, min(bound, peak), work)
 
 
@@ -72,11 +72,11 @@ def _narrow_span(
         return Bracket(order[lo:hi], peak, peak if hi - lo == 1 else bound)
     part = window(problem, order, lo, hi)
     as_it_is = np.arange(part.problem.num_ops, dtype=np.int32)
-    known = Bracket(as_it_is, peak - part.offset_bytes, bound - part.offset_bytes)
-    found = narrow(part.problem, known, work_limit, effort)
+    start = Bracket(as_it_is, peak - part.offset_bytes, bound - part.offset_bytes)
+    bracket = narrow(part.problem, start, work_limit, effort)
     return Bracket(
-        part.order_of(found.order),
-        found.peak_bytes + part.offset_bytes,
-        found.bound_bytes + part.offset_bytes,
-        found.work,
+        part.order_of(bracket.order),
+        bracket.peak_bytes + part.offset_bytes,
+        bracket.bound_bytes + part.offset_bytes,
+        bracket.work,
     )

@@ -54,13 +54,13 @@ def _round(
 def _improve_node(problem: OrderProblem, best: Bracket, lo: Step, hi: Step, work_limit: int, effort: Effort) -> Bracket:
     """Search the operators at steps [lo, hi) exactly if the peak is among them, and return the new bracket."""
     live = live_bytes(problem, best.order)
-    here = int(live[lo:hi].max())
-    if here < best.peak_bytes:
+    peak = int(live[lo:hi].max())
+    if peak < best.peak_bytes:
         return best
     part = window(problem, best.order, lo, hi)
     as_it_is = np.arange(part.problem.num_ops, dtype=np.int32)
-    known = Bracket(as_it_is, here - part.offset_bytes, best.bound_bytes - part.offset_bytes)
-    found = narrow(part.problem, known, work_limit, effort)
+    start = Bracket(as_it_is, peak - part.offset_bytes, best.bound_bytes - part.offset_bytes)
+    bracket = narrow(part.problem, start, work_limit, effort)
     order = best.order.copy()
-    order[lo:hi] = part.order_of(found.order)
-    return Bracket(order, peak_bytes(problem, order), best.bound_bytes, best.work + found.work)
+    order[lo:hi] = part.order_of(bracket.order)
+    return Bracket(order, peak_bytes(problem, order), best.bound_bytes, best.work + bracket.work)

@@ -66,8 +66,8 @@ def _finish(root: OpIndex, before: list[list[OpIndex]], done: list[bool], order:
     path = [(root, iter(before[root]))]
     done[root] = True
     while path:
-        op, rest = path[-1]
-        below = next((other for other in rest if not done[other]), None)
+        op, untried = path[-1]
+        below = next((other for other in untried if not done[other]), None)
         if below is None:
             order.append(op)
             path.pop()

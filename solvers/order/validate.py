@@ -63,11 +63,11 @@ def validate(problem: OrderProblem, solution: OrderSolution) -> OrderReport:
     fault = _dependency_fault(problem, position) or _stage_fault(problem, order)
     if fault is not None:
         return fault
-    taken = _recount_reuses(problem, position)
-    fault = _reuse_fault(solution, taken)
+    reuse = _recount_reuses(problem, position)
+    fault = _reuse_fault(solution, reuse)
     if fault is not None:
         return fault
-    return _claim_fault(solution, _recount_peak(problem, order, position, taken)) or OrderReport(OrderVerdict.GOOD)
+    return _claim_fault(solution, _recount_peak(problem, order, position, reuse)) or OrderReport(OrderVerdict.GOOD)
 
 
 def _permutation_fault(num_ops: int, order: Sequence[int]) -> OrderReport | None:
@@ -113,34 +113,34 @@ def _recount_reuses(problem: OrderProblem, position: Sequence[int]) -> dict[int,
     consumer = problem.consumer.tolist()
     reusable_start = problem.reusable_start.tolist()
     reusable = problem.reusable.tolist()
-    taken: dict[int, int] = {}
-    gone: set[int] = set()
+    reuse: dict[int, int] = {}
+    taken_over: set[int] = set()
     for result, producer in enumerate(problem.producer.tolist()):
         for reused in reusable[reusable_start[result] : reusable_start[result + 1]]:
             last = max(position[reader] for reader in consumer[start[reused] : start[reused + 1]])
-            if last == position[producer] and reused not in gone:
-                taken[result] = reused
-                gone.add(reused)
+            if last == position[producer] and reused not in taken_over:
+                reuse[result] = reused
+                taken_over.add(reused)
                 break
-    return taken
+    return reuse
 
 
-def _reuse_fault(solution: OrderSolution, taken: dict[int, int]) -> OrderReport | None:
+def _reuse_fault(solution: OrderSolution, reuse: dict[int, int]) -> OrderReport | None:
     for reused, result in solution.reuses:
-        if taken.get(result) != reused:
+        if reuse.get(result) != reused:
             detail = f"buffer {result} cannot take the bytes of buffer {reused} in this order"
             return OrderReport(OrderVerdict.WRONG_REUSE, (reused, result), detail)
     claimed = [result for _, result in solution.reuses]
-    if claimed != sorted(taken):
-        odd = next((result for result in taken if claimed.count(result) != 1), -1)
+    if claimed != sorted(reuse):
+        odd = next((result for result in reuse if claimed.count(result) != 1), -1)
         detail = f"reuses are not listed once each, sorted by result; see buffer {odd}"
         return OrderReport(OrderVerdict.WRONG_REUSE, (odd,), detail)
     return None
 
 
-def _recount_peak(problem: OrderProblem, order: Sequence[int], position: Sequence[int], taken: dict[int, int]) -> Bytes:
+def _recount_peak(problem: OrderProblem, order: Sequence[int], position: Sequence[int], reuse: dict[int, int]) -> Bytes:
     """Allocate results, sample live bytes, free dead buffers; a reused buffer is freed one step earlier."""
-    reused = set(taken.values())
+    reused = set(reuse.values())
     start = problem.consumer_start.tolist()
     consumer = problem.consumer.tolist()
     kept = problem.kept.tolist()

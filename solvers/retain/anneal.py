@@ -85,18 +85,18 @@ def anneal(search: Search, best: State, budget: int, work_limit: int, seed: int)
     if best.score.seconds == 0 or area == 0:
         return best
     hot = effort.anneal_hot * float(seconds[seconds > 0].mean())
-    state, found = best.copy(), best.copy()
+    state, fewest = best.copy(), best.copy()
     price = effort.area_price * best.score.seconds / area
-    now = np.array([best.score.seconds, best.score.area, price, best.score.seconds])
+    scores = np.array([best.score.seconds, best.score.area, price, best.score.seconds])
     trail = make_trail(effort.move_changes)
     dice = np.array([seed], dtype=np.int64)
     while search.work < work_limit:
         share = (search.work - begun) / (work_limit - begun)
         search.work += _anneal(
-            search.tables, (state.release, state.hold), (found.release, found.hold), places, now,
+            search.tables, (state.release, state.hold), (fewest.release, fewest.hold), places, scores,
             hot * effort.anneal_cold**share, FEWER, budget, search.room, trail, dice,
         )  # fmt: skip
-    return search.state(found.release, found.hold, budget)
+    return search.state(fewest.release, fewest.hold, budget)
 
 
 def settle(search: Search, state: State, budget: int) -> State:
@@ -134,9 +134,9 @@ def _places(search: Search, budget: int) -> Places:
 def _anneal(
     tables: Tables,
     state: tuple[LongArray, LongArray],
-    found: tuple[LongArray, LongArray],
+    fewest: tuple[LongArray, LongArray],
     places: Places,
-    now: FloatArray,
+    scores: FloatArray,
     temperature: float,
     fewer: float,
     budget: int,
@@ -146,8 +146,8 @@ def _anneal(
 ) -> int:
     """Make `_MOVES` moves at one temperature, and return the work done.
 
-    state, found: (release, hold) of the state, and of the best state within the budget; both are changed in place.
-    now: float64[4], seconds and area of the state, the price of area, and the seconds of `found`; changed in place.
+    state, fewest: (release, hold) of the state, and of the best state within the budget; both are changed in place.
+    scores: float64[4], seconds and area of the state, the price of area, and the seconds of `fewest`; changed in place.
     fewer: seconds below this share of the fewest count as fewer.
     dice: int64[1], the state of the random numbers.
     """
@@ -159,16 +159,16 @@ def _anneal(
             count = _change(tables, release, hold, places, dice, trail, count)
         seconds, peak, area, runs = simulate_and_measure(tables, release, hold, budget, room)
         work += runs + 1
-        now[2] = now[2] * _RISE if now[1] > 0 else now[2] / _RISE
-        worse = seconds - now[0] + now[2] * (area - now[1])
+        scores[2] = scores[2] * _RISE if scores[1] > 0 else scores[2] / _RISE
+        worse = seconds - scores[0] + scores[2] * (area - scores[1])
         if not (worse <= 0 or np.exp(-worse / temperature) > _roll(dice)):
             go_back(release, hold, trail, count)
             continue
-        now[0], now[1] = seconds, area
-        if peak <= budget and seconds < now[3] * fewer:
-            now[3] = seconds
+        scores[0], scores[1] = seconds, area
+        if peak <= budget and seconds < scores[3] * fewer:
+            scores[3] = seconds
             for gap in range(len(release)):
-                found[0][gap], found[1][gap] = release[gap], hold[gap]
+                fewest[0][gap], fewest[1][gap] = release[gap], hold[gap]
     return work
 
 

@@ -265,8 +265,8 @@ class Bounds:
         behind_here = (place[order.consumer] == 1) & ~self._idle[order.consumer]
         read_later[buffer[behind_here]] = True
         free = before & (read_here | order.kept)
-        here = free | (order.producer == step)
-        fixed = int(order.size[here].sum() + order.workspace[step] - most_reused(order)[step])
+        present = free | (order.producer == step)
+        fixed = int(order.size[present].sum() + order.workspace[step] - most_reused(order)[step])
         fixed -= int(self._read_smaller()[step])
         again = problem.repeatable[problem.sequence] & (place == -1)
         node_of_op = 2 + order.num_buffers + np.arange(order.num_ops)

@@ -80,21 +80,21 @@ class Choice:
         Returns (cheap, low), or (cheap,) if both are the same. low: the lowest peak that the search reached. cheap: the
         answer for that peak as budget; mostly with fewer seconds.
         """
-        known, effort = self._known if together else {}, self.effort
+        frontiers, effort = self._known if together else {}, self.effort
         least = int(self.bounds.alone * (1 + effort.little_share))
         self.forget()
-        low = self._solve(least, known)
+        low = self._solve(least, frontiers)
         for number in range(effort.descents):
             if low.peak_bytes <= least:
                 break
-            lower = self._solve(max(least, int(low.peak_bytes * (1 - effort.lower_share * 2**number))), known)
+            lower = self._solve(max(least, int(low.peak_bytes * (1 - effort.lower_share * 2**number))), frontiers)
             little = low.peak_bytes - lower.peak_bytes <= effort.little_share * low.peak_bytes
             if lower.peak_bytes < low.peak_bytes:
                 low = lower
             if little:
                 break
-        as_low = [taken for taken, frontier in known.items() if frontier.lowest <= low.peak_bytes]
-        again = self._solve(low.peak_bytes, known, sets=as_low)
+        as_low = [taken for taken, frontier in frontiers.items() if frontier.lowest <= low.peak_bytes]
+        again = self._solve(low.peak_bytes, frontiers, sets=as_low)
         same = (again.reruns, again.taken) == (low.reruns, low.taken)
         return tuple(self._least(one) for one in ((again,) if same else (again, low)))
 
@@ -118,24 +118,24 @@ class Choice:
         return self._encoded[taken]
 
     def _solve(
-        self, budget: Bytes, known: Known, simulations: int | None = None, sets: Sequence[Taken] = ()
+        self, budget: Bytes, frontiers: Known, simulations: int | None = None, sets: Sequence[Taken] = ()
     ) -> RetainSolution:
-        """As `solve`, to begin with what is `known`; what is found goes there too. Only `sets` are tried, if given."""
+        """As `solve`, to begin with `frontiers`; what is found goes there too. Only `sets` are tried, if given."""
         offers = self.problem.offers
         bound = self.bounds.seconds(budget) if offers else 0.0
-        found: list[RetainSolution] = []
-        for taken in sets or self._sets(budget, bound, known):
-            answer = self._ask(taken, budget, known, simulations)
-            found.append(answer)
+        answers: list[RetainSolution] = []
+        for taken in sets or self._sets(budget, bound, frontiers):
+            answer = self._ask(taken, budget, frontiers, simulations)
+            answers.append(answer)
             fewer = self._fewer(answer, budget)
             least = answer.seconds - self._seconds(taken) + self._seconds(fewer)  # fewer offers save no reruns
-            if fewer and least < min(one.seconds for one in found if one.peak_bytes <= budget):
-                found.append(self._ask(fewer, budget, known, simulations))
-            if self._good(min(found, key=lambda one: _rank(one, budget)), budget, bound):
+            if fewer and least < min(one.seconds for one in answers if one.peak_bytes <= budget):
+                answers.append(self._ask(fewer, budget, frontiers, simulations))
+            if self._good(min(answers, key=lambda one: _rank(one, budget)), budget, bound):
                 break
         if not offers:
-            return found[0]
-        best = min(found, key=lambda one: _rank(one, budget))
+            return answers[0]
+        best = min(answers, key=lambda one: _rank(one, budget))
         self._won = budget, best.taken
         return _bounded(best, budget, bound)
 
@@ -145,16 +145,16 @@ class Choice:
             solution = replace(solution, status=Status.GAP)
         return _bounded(solution, solution.peak_bytes, self.bounds.seconds(solution.peak_bytes))
 
-    def _sets(self, budget: Bytes, bound: Seconds, known: Known) -> list[Taken]:
+    def _sets(self, budget: Bytes, bound: Seconds, frontiers: Known) -> list[Taken]:
         """The sets of offers to try, each once, the most likely first; () stands for no offers."""
-        asked, won = self._won
-        if won and abs(asked - budget) <= self.effort.near_share * budget:
+        won_budget, won = self._won
+        if won and abs(won_budget - budget) <= self.effort.near_share * budget:
             return [won, ()]
         price = self.bounds.price(budget) if self.problem.offers else 0.0
         rates = (price, self.effort.generous_factor * price, math.inf) if bound < math.inf else (math.inf,)
         sizes = self.problem.order.size.tolist()
         first, *others = [cheapest(self.problem.offers, sizes, rate) for rate in rates]
-        helps = self._frontier((), known).bound(budget) > bound * (1 + CLOSE)
+        helps = self._frontier((), frontiers).bound(budget) > bound * (1 + CLOSE)
         return list(dict.fromkeys([first, (), *others] if helps else [(), first, *others]))
 
     def _good(self, solution: RetainSolution, budget: Bytes, bound: Seconds) -> bool:
@@ -191,19 +191,19 @@ class Choice:
                 needless.add(solution.taken[row])
         return needless
 
-    def _ask(self, taken: Taken, budget: Bytes, known: Known, simulations: int | None) -> RetainSolution:
+    def _ask(self, taken: Taken, budget: Bytes, frontiers: Known, simulations: int | None) -> RetainSolution:
         """The solver's reruns for the schedule with these offers, with the seconds of the offers added."""
-        frontier = self._frontier(taken, known)
+        frontier = self._frontier(taken, frontiers)
         limit = None if simulations is None else simulations * self.encoded(taken).problem.num_ops
-        found = frontier.solve(budget, work_limit=limit)
-        return replace(found, taken=taken, seconds=found.seconds + self._seconds(taken)) if taken else found
+        answer = frontier.solve(budget, work_limit=limit)
+        return replace(answer, taken=taken, seconds=answer.seconds + self._seconds(taken)) if taken else answer
 
-    def _frontier(self, taken: Taken, known: Known) -> Frontier:
-        if taken not in known:
+    def _frontier(self, taken: Taken, frontiers: Known) -> Frontier:
+        if taken not in frontiers:
             if taken not in self._grounds:
                 self._grounds[taken] = Ground(self.encoded(taken).problem, self.effort)
-            known[taken] = Frontier(self._grounds[taken])
-        return known[taken]
+            frontiers[taken] = Frontier(self._grounds[taken])
+        return frontiers[taken]
 
     def _seconds(self, taken: Taken) -> Seconds:
         return math.fsum(self.problem.offers[place].seconds for place in taken)

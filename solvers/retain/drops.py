@@ -138,10 +138,10 @@ def _list_at(
         gap = tables.gap_start[buffer]
         while end[gap] < step:
             gap += 1
-        known = end[gap] <= step
+        is_listed = end[gap] <= step
         for number in range(listed):
-            known = known or at[0, number] == gap
-        if not known:
+            is_listed = is_listed or at[0, number] == gap
+        if not is_listed:
             at[0, count], at[1, count], at[2, count] = gap, min(release[gap], step + 1), step + 1
             count += 1
     return count
@@ -170,12 +170,12 @@ def _sum_up(
     reach: FloatArray,
 ) -> None:
     """Fill `reach`, see `_reach`. The caller sorts and searches, because both take longer to compile than to run."""
-    known = -1
+    summed_size = -1
     for number in by_size:
-        if size[number] != known:
-            known = size[number]
+        if size[number] != summed_size:
+            summed_size = size[number]
             for row in range(len(excess)):
-                total[row + 1] = total[row] + min(known, excess[row])
+                total[row + 1] = total[row] + min(summed_size, excess[row])
         reach[number] = total[end[number]] - total[begin[number]]
 
 

@@ -106,13 +106,13 @@ class _Writer:
             parts[extra.part].append(number)
             for buffer in extra.reads:
                 self.readers[_named(buffer, first)][number] = None
-            for made in extra.makes:
-                self.sizes.append(made.size)
+            for result in extra.makes:
+                self.sizes.append(result.size)
                 self.kept.append(False)
-                self.droppable.append(made.droppable)
+                self.droppable.append(result.droppable)
                 self.producer.append(number)
                 self.readers.append({})
-                self.reusable.append([_named(buffer, first) for buffer in made.reusable])
+                self.reusable.append([_named(buffer, first) for buffer in result.reusable])
         self.parts.append(parts)
         for reader, own in offer.instead:
             self.readers[offer.buffer].pop(reader, None)
@@ -126,9 +126,9 @@ class _Writer:
             for result in self.makes[reader]:
                 row = self.reusable[result]
                 if offer.buffer in row:
-                    there = [own] if self.sizes[own] == self.sizes[result] else []
+                    replacement = [own] if self.sizes[own] == self.sizes[result] else []
                     at = row.index(offer.buffer)
-                    self.reusable[result] = [*row[:at], *there, *row[at + 1 :]]
+                    self.reusable[result] = [*row[:at], *replacement, *row[at + 1 :]]
 
     def _without_readers(self) -> set[OpIndex]:
         """The operators that are left out because nothing reads a result of theirs any more; their reads are gone."""
@@ -153,9 +153,9 @@ class _Writer:
 
     def _unread(self, op: OpIndex) -> bool:
         """Whether the operator is one that is left out without readers, and has none."""
-        made = self.makes[op]
-        unread = not any(self.readers[buffer] or self.kept[buffer] for buffer in made)
-        return bool(self.problem.idle[op]) and bool(made) and unread
+        results = self.makes[op]
+        unread = not any(self.readers[buffer] or self.kept[buffer] for buffer in results)
+        return bool(self.problem.idle[op]) and bool(results) and unread
 
     def write(self) -> Encoded:
         """Number everything in program order, and return the problem."""
@@ -206,11 +206,11 @@ class _Writer:
             )
             for buffer in buffers
         ]
-        gone = {(self.producer[offer.buffer], reader) for offer in self.offers for reader, _ in offer.instead}
+        removed = {(self.producer[offer.buffer], reader) for offer in self.offers for reader, _ in offer.instead}
         edges = [
             (number[before], number[after])
             for before, after in order.edges.tolist()
-            if before in number and after in number and (before, after) not in gone
+            if before in number and after in number and (before, after) not in removed
         ]
         stage = order.stage.tolist()
         return make_order(
@@ -224,8 +224,8 @@ class _Writer:
     def _buffers(self, number: dict[OpIndex, OpIndex]) -> list[BufferIndex]:
         """The buffers that are left, those that were added among the others by when they are made."""
         old = [buffer for buffer in range(self.order.num_buffers) if self.producer[buffer] in number]
-        made = np.array([number[self.producer[buffer]] for buffer in old], dtype=np.int64)
-        later: LongArray = np.minimum.accumulate(made[::-1])[::-1]
+        makers = np.array([number[self.producer[buffer]] for buffer in old], dtype=np.int64)
+        later: LongArray = np.minimum.accumulate(makers[::-1])[::-1]
         added = range(self.order.num_buffers, len(self.sizes))
         place = {buffer: (2 * at + 1, 0, 0) for at, buffer in enumerate(old)}
         for buffer in added:

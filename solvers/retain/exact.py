@@ -77,11 +77,11 @@ def _choices(search: Search, gap: LongArray, brings: bool) -> list[list[int]]:
     brings: whether bringing it back in front of a step inside the gap is among them.
     """
     reads = np.flatnonzero(np.diff(search.tables.read_start) > 0)
-    found = []
+    choices = []
     for begin, end in zip(search.gaps.begin[gap].tolist(), search.gaps.end[gap].tolist(), strict=True):
         stops = reads[(reads > begin) & (reads < end)].tolist() if brings else []
-        found.append([_KEEP, 0, search.steps, *(bring_at(step, search.steps) for step in stops)])
-    return found
+        choices.append([_KEEP, 0, search.steps, *(bring_at(step, search.steps) for step in stops)])
+    return choices
 
 
 Choices = tuple[LongArray, LongArray, LongArray]

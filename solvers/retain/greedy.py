@@ -47,7 +47,7 @@ def lower(search: Search, state: State, budget: int, work_limit: int, worth: Flo
 def _drop_until(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None) -> State:
     state = search.note(search.state(state.release.copy(), state.hold.copy(), budget))
     worth = np.full(len(search.gaps.begin), np.inf) if worth is None else worth
-    effort, made = search.effort, 0
+    effort, count = search.effort, 0
     while state.score.peak > budget and search.work < work_limit:
         drops = list_drops(search, state, budget)
         best, way = _best_drop(search, state, drops, budget, worth)
@@ -55,8 +55,8 @@ def _drop_until(search: Search, state: State, budget: int, work_limit: int, wort
             break
         search.work += make_drop(search, state, drops, best, way)
         state = search.note(search.state(state.release, state.hold, budget))
-        made += 1
-        if made % max(effort.refresh_drops, len(drops.gap) // effort.refresh_divisor) == 0:
+        count += 1
+        if count % max(effort.refresh_drops, len(drops.gap) // effort.refresh_divisor) == 0:
             worth[:] = np.where(worth > 0, worth * effort.hope, np.inf)
     return state
 
@@ -130,12 +130,12 @@ def descend(search: Search, work_limit: int, step: float) -> Iterator[State]:
     while search.work < work_limit:
         yield search.lowest
         target = int(state.score.peak * step)
-        found = lower(search, state, target, work_limit)
-        if found.score.peak <= target:
-            found = search.note(keep(search, found, target))
-        elif found.score.peak >= state.score.peak:
+        lowered = lower(search, state, target, work_limit)
+        if lowered.score.peak <= target:
+            lowered = search.note(keep(search, lowered, target))
+        elif lowered.score.peak >= state.score.peak:
             break
-        state = found
+        state = lowered
 
 
 def keep(search: Search, state: State, budget: int) -> State:

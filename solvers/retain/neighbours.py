@@ -26,11 +26,11 @@ def improve(search: Search, best: State, budget: int, work_limit: int, enough: f
 
     The changes are seeded: the same search and arguments give the same answer.
     """
-    found = best
-    for found in improvements(search, best, budget, work_limit):
-        if found.score.seconds <= enough:
+    state = best
+    for state in improvements(search, best, budget, work_limit):
+        if state.score.seconds <= enough:
             break
-    return found
+    return state
 
 
 def improvements(search: Search, best: State, budget: int, work_limit: int) -> Iterator[State]:

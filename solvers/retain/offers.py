@@ -105,7 +105,7 @@ class Offer:
     @cached_property
     def made(self) -> tuple[Made, ...]:
         """The buffers that its operators make, in their sequence: entry i is what `Extra.reads` names ~i."""
-        return tuple(made for each in self.operators for made in each.makes)
+        return tuple(result for each in self.operators for result in each.makes)
 
     def read_by(self, reader: OpIndex) -> Bytes:
         """Return the bytes that `reader` reads in place of the buffer; 0 for a reader that is not in `instead`."""
@@ -154,14 +154,14 @@ def check_offers(offers: Iterable[Offer], num_ops: int, num_buffers: int) -> Non
     num_ops, num_buffers: how many operators and buffers the problem has; they are numbered from 0.
     """
     for place, offer in enumerate(offers):
-        made = len(offer.made)
+        num_made = len(offer.made)
         ops = [each.anchor for each in offer.operators] + [reader for reader, _ in offer.instead]
         reads = [buffer for each in offer.operators for buffer in each.reads]
         if not all(0 <= op < num_ops for op in ops):
             raise ValueError(f"offer {place} names an op out of range 0..{num_ops - 1}")
-        if not 0 <= offer.buffer < num_buffers or not all(-made <= buffer < num_buffers for buffer in reads):
+        if not 0 <= offer.buffer < num_buffers or not all(-num_made <= buffer < num_buffers for buffer in reads):
             raise ValueError(f"offer {place} names a buffer out of range 0..{num_buffers - 1}")
-        if not all(0 <= own < made for _, own in offer.instead):
+        if not all(0 <= own < num_made for _, own in offer.instead):
             raise ValueError(
-                f"offer {place} lets a reader read buffer {max(own for _, own in offer.instead)} of {made}"
+                f"offer {place} lets a reader read buffer {max(own for _, own in offer.instead)} of {num_made}"
             )

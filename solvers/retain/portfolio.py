@@ -138,9 +138,9 @@ class Frontier:
 
         budget: bytes.
         """
-        found = self._bounds.seconds(budget)
+        seconds = self._bounds.seconds(budget)
         self._search.work += self._bounds.new_work()
-        return found
+        return seconds
 
     def _start(self, budget: Bytes) -> RetainSolution | None:
         """Return the solution with the peak nearest to the budget, of equals the best; None if there is none."""
@@ -160,9 +160,9 @@ def frontier(
     budgets: bytes, in any sequence.
     work_limit, effort: for the search of each budget, as for `solve`.
     """
-    known = Frontier(Ground(problem, effort))
-    own = {budget: known.solve(budget, work_limit=work_limit) for budget in sorted(set(budgets), reverse=True)}
-    return tuple(known.best(budget, own[budget]) for budget in budgets)
+    front = Frontier(Ground(problem, effort))
+    own = {budget: front.solve(budget, work_limit=work_limit) for budget in sorted(set(budgets), reverse=True)}
+    return tuple(front.best(budget, own[budget]) for budget in budgets)
 
 
 def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:
@@ -227,11 +227,11 @@ class _Run:
                     self.go_low()
                 self.improve()
                 self.anneal()
-        found = self.answer()
-        if start is not None and _rank(start, self.budget) < _rank(found, self.budget):
-            least = min(start.peak_bytes, found.least_peak_bytes)
-            found = _solution(start, self.bound, self.budget, least, found.status, found.work)
-        return found
+        answer = self.answer()
+        if start is not None and _rank(start, self.budget) < _rank(answer, self.budget):
+            least = min(start.peak_bytes, answer.least_peak_bytes)
+            answer = _solution(start, self.bound, self.budget, least, answer.status, answer.work)
+        return answer
 
     def greedy(self, state: State) -> None:
         """Offer what greedy drops make of the state: its peak comes down to the budget, or as far as the work allows.
@@ -288,9 +288,9 @@ class _Run:
             if self.closed() or above(self.best, self.budget) or in_vain == effort.anneal_vain_rounds:
                 break
             work = int(most * (1 - self.bound / before))
-            found = anneal(search, self.best, self.budget, begun + work, seed)
-            if found.score.seconds < before * FEWER:
-                self.offer(settle(search, keep(search, found, self.budget), self.budget))
+            annealed = anneal(search, self.best, self.budget, begun + work, seed)
+            if annealed.score.seconds < before * FEWER:
+                self.offer(settle(search, keep(search, annealed, self.budget), self.budget))
             in_vain = 0 if self.best.score.seconds < before * FEWER else in_vain + 1
             self.limit += search.work - begun
 
@@ -315,7 +315,7 @@ class _Run:
         state = search.state(self.best.release, self.best.hold, self.budget)
         reruns = list_reruns(search.problem, state.score.runs, search.room)
         seconds = math.fsum(float(search.problem.seconds[rerun.operator]) for rerun in reruns)
-        found = RetainSolution(reruns, state.score.peak, seconds, 0.0, 0, Status.GAP, 0)
+        solution = RetainSolution(reruns, state.score.peak, seconds, 0.0, 0, Status.GAP, 0)
         status = Status.OPTIMAL if self.complete else Status.LIMIT if self.late() else Status.GAP
         least = min(search.lowest.score.peak, state.score.peak)
-        return _solution(found, self.bound, self.budget, least, status, search.work - self.began)
+        return _solution(solution, self.bound, self.budget, least, status, search.work - self.began)

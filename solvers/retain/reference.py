@@ -51,13 +51,13 @@ def reference_order(order: OrderProblem, sequence: IntArray, effort: Effort = EF
     lifted = np.insert(staged.number[sequence], places, barriers).astype(np.int32)
     for each in _EFFORTS:
         lifted, _ = place_branches(staged.problem, lifted, effort=each)
-    found = staged.order_of(lifted)
+    moved = staged.order_of(lifted)
     reads = np.zeros(order.num_ops, dtype=np.bool_)
     reads[order.consumer] = True
-    late = _late(order, found, reads)
-    before, after = live_bytes(order, found), live_bytes(order, late)
+    late = _late(order, moved, reads)
+    before, after = live_bytes(order, moved), live_bytes(order, late)
     lower = after.max(initial=0) <= before.max(initial=0)
-    return late if lower and after[reads[late]].sum() <= before[reads[found]].sum() * (1 - effort.late_gain) else found
+    return late if lower and after[reads[late]].sum() <= before[reads[moved]].sum() * (1 - effort.late_gain) else moved
 
 
 def _late(order: OrderProblem, sequence: IntArray, reads: BoolArray) -> IntArray:

@@ -15,14 +15,14 @@ def list_reruns(problem: RetainProblem, runs: int, room: Room) -> tuple[Rerun, .
     runs: number of runs of the schedule, originals included, as in its `Score`.
     room: the arrays of a search (`Search.room`); they hold the schedule, because it was simulated last.
     """
-    found = []
+    reruns = []
     for run in range(runs):
         op, step = int(room.op[run]), int(room.step[run])
         versions = range(room.first_made[run], room.first_made[run + 1])
         if op != step:
             renews = tuple(sorted(int(room.buffer[v]) for v in versions if room.last[v] > run))
-            found.append(Rerun(step, int(problem.sequence[op]), renews))
-    return tuple(found)
+            reruns.append(Rerun(step, int(problem.sequence[op]), renews))
+    return tuple(reruns)
 
 
 def decisions(
@@ -59,12 +59,12 @@ def decisions(
 def _read_at(problem: RetainProblem, reruns: tuple[Rerun, ...], tables: Tables) -> dict[Step, set[BufferIndex]]:
     """Return, for each step with reruns in front of it, the buffers that the step and these reruns read."""
     step_of = {op: step for step, op in enumerate(problem.sequence.tolist())}
-    found: dict[Step, set[BufferIndex]] = {}
+    read_at: dict[Step, set[BufferIndex]] = {}
     for rerun in reruns:
         for step in (rerun.before, step_of[rerun.operator]):
             row = tables.read[tables.read_start[step] : tables.read_start[step + 1]]
-            found.setdefault(rerun.before, set()).update(row.tolist())
-    return found
+            read_at.setdefault(rerun.before, set()).update(row.tolist())
+    return read_at
 
 
 def _gap_at(buffer: BufferIndex, step: Step, gaps: Gaps, tables: Tables) -> int:

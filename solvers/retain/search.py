@@ -88,9 +88,9 @@ class Search:
         release, hold: int64[gaps].
         budget: bytes; the area of the score counts what is above.
         """
-        made = State(release, hold, evaluate(self.tables, release, hold, budget, self.room))
-        self.work += made.score.runs
-        return made
+        state = State(release, hold, evaluate(self.tables, release, hold, budget, self.room))
+        self.work += state.score.runs
+        return state
 
     def note(self, state: State) -> State:
         """Make a copy of `state` the new `lowest` if its peak is lower than that of `lowest`; return `state` itself."""
@@ -137,10 +137,10 @@ def keep_more(
         at = gap[move]
         old_release, old_hold = release[at], hold[at]
         release[at], hold[at] = new_release[move], new_hold[move]
-        now, peak, _, runs = simulate_and_measure(tables, release, hold, budget, room)
+        new_seconds, peak, _, runs = simulate_and_measure(tables, release, hold, budget, room)
         work += runs
-        if peak <= budget and now < seconds:
-            seconds = now
+        if peak <= budget and new_seconds < seconds:
+            seconds = new_seconds
         else:
             release[at], hold[at] = old_release, old_hold
     return seconds, work

@@ -108,7 +108,7 @@ def make_room(tables: Tables, most_runs: int) -> Room:
     n, b, gaps = len(tables.workspace), len(tables.size), len(tables.gap_buffer)
     factor = 2 * (most_runs // max(n, 1) + 1)
     reads = factor * len(tables.read) + 2 * tables.widest_read + 1
-    made = factor * b + 2 * tables.widest_made + 1
+    versions = factor * b + 2 * tables.widest_made + 1
 
     def ints(size: int) -> IntArray:
         return np.empty(size, dtype=np.int32)
@@ -119,8 +119,8 @@ def make_room(tables: Tables, most_runs: int) -> Room:
     return Room(
         op=ints(most_runs + 1), step=ints(most_runs + 1),
         first_read=longs(most_runs + 2), first_made=longs(most_runs + 2),
-        seen=ints(reads), buffer=ints(made), born=ints(made), last=ints(made), dead=ints(made),
-        again=np.empty(made, dtype=np.bool_), at_gap=longs(made),
+        seen=ints(reads), buffer=ints(versions), born=ints(versions), last=ints(versions), dead=ints(versions),
+        again=np.empty(versions, dtype=np.bool_), at_gap=longs(versions),
         version=ints(b), gap=longs(b), held=np.empty(b, dtype=np.bool_), wanted=ints(b),
         called=ints(n), batch=longs(n + 1), stack=ints(b + 1), rebuilt=ints(gaps),
         brought=ints(n), next_brought=ints(gaps),
@@ -175,7 +175,7 @@ def simulate(tables: Tables, release: LongArray, hold: LongArray, room: Room) ->
     release, hold: int64[gaps], the decisions, as in `State`.
     """
     read_start, read, gap, held, last = tables.read_start, tables.read, room.gap, room.held, room.last
-    made_start, made, gap_start = tables.made_start, tables.made, tables.gap_start
+    made_start, results, gap_start = tables.made_start, tables.made, tables.gap_start
     version, seen, born, maker, again, at_gap = room.version, room.seen, room.born, room.buffer, room.again, room.at_gap
     run_op, run_step, first_read, first_made = room.op, room.step, room.first_read, room.first_made
     run, at, fresh, seconds = 0, 0, 0, 0.0
@@ -201,7 +201,7 @@ def simulate(tables: Tables, release: LongArray, hold: LongArray, room: Room) ->
             held[buffer] = False
             at += 1
         for row in range(made_start[step], made_start[step + 1]):
-            buffer = made[row]
+            buffer = results[row]
             gap[buffer] = gap_start[buffer]
             held[buffer] = False
             version[buffer] = fresh
@@ -250,13 +250,13 @@ def _list_brings(hold: LongArray, room: Room) -> None:
 
 @compiled_uncounted
 def _rebuild(
-    tables: Tables, release: LongArray, hold: LongArray, step: int, now: tuple[int, int, int], room: Room
+    tables: Tables, release: LongArray, hold: LongArray, step: int, cursor: tuple[int, int, int], room: Room
 ) -> tuple[int, int, int, float]:
     """Run again what must run in front of `step`; return the next run, read and version, and the seconds added.
 
-    now: the next run, read and version.  Seconds are infinite where a rerun is not allowed or the room is full.
+    cursor: the next run, read and version.  Seconds are infinite where a rerun is not allowed or the room is full.
     """
-    run, at, fresh = now
+    run, at, fresh = cursor
     called = _collect(tables, release, step, room)
     steps = len(tables.workspace) - step  # that are still to come, and need their room
     if called < 0:
@@ -381,11 +381,11 @@ def count_live(tables: Tables, runs: int, room: Room) -> int:
     for version in range(room.first_made[runs]):
         live[born[version]] += size[maker[version]]
         live[dead[version]] -= size[maker[version]]
-    peak, now = 0, 0
+    peak, current = 0, 0
     others = tables.waiting * waiting_bytes(tables, runs, room) if tables.waiting > 0 else 0
     for run in range(runs):
-        now += live[run]
-        live[run] = now + tables.workspace[room.op[run]] + others
+        current += live[run]
+        live[run] = current + tables.workspace[room.op[run]] + others
         peak = max(peak, live[run])
     return peak
 

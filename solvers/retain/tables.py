@@ -76,12 +76,12 @@ class Gaps:
 def make_tables(problem: RetainProblem) -> Tables:
     """Return the problem as arrays in which each operator is named by its step in the reference order."""
     order = renumber(problem.order, problem.sequence)
-    read, made = reads(order), writes(order)
+    read, written = reads(order), writes(order)
     return Tables(
         read_start=read.start,
         read=read.index,
-        made_start=made.start,
-        made=made.index,
+        made_start=written.start,
+        made=written.index,
         reusable_start=order.reusable_start,
         slot=_slots(read, reusables(order), order.producer),
         workspace=order.workspace,
@@ -96,7 +96,7 @@ def make_tables(problem: RetainProblem) -> Tables:
         gap_buffer=read_only(_gap_buffers(order)),
         last_read=_last_reads(order),
         widest_read=int(np.diff(read.start).max(initial=0)),
-        widest_made=int(np.diff(made.start).max(initial=0)),
+        widest_made=int(np.diff(written.start).max(initial=0)),
         waiting=problem.waiting,
         boundary=int(np.append(problem.sequence, -1).tolist().index(problem.boundary)),
     )

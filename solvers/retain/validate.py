@@ -81,8 +81,8 @@ def validate(problem: RetainProblem, budget: int, solution: RetainSolution, offe
 def _list_fault(problem: RetainProblem, solution: RetainSolution) -> RetainReport | None:
     before = 0
     for number, rerun in enumerate(solution.reruns):
-        known = all(0 <= buffer < problem.num_buffers for buffer in rerun.renews)
-        if not (0 <= rerun.before < problem.num_ops and 0 <= rerun.operator < problem.num_ops and known):
+        in_range = all(0 <= buffer < problem.num_buffers for buffer in rerun.renews)
+        if not (0 <= rerun.before < problem.num_ops and 0 <= rerun.operator < problem.num_ops and in_range):
             return RetainReport(RetainVerdict.OUT_OF_RANGE, (number,), f"rerun {number} is {rerun}")
         if rerun.before < before or list(rerun.renews) != sorted(set(rerun.renews)):
             return RetainReport(RetainVerdict.NOT_SORTED, (number,), f"rerun {number} is {rerun}, behind step {before}")
@@ -96,21 +96,21 @@ def _rerun_fault(problem: RetainProblem, solution: RetainSolution) -> RetainRepo
     producer = problem.order.producer.tolist()
     for number, rerun in enumerate(solution.reruns):
         op, before = rerun.operator, rerun.before
-        here = f"rerun {number}, of op {op} before step {before}"
+        subject = f"rerun {number}, of op {op} before step {before}"
         if not problem.repeatable[op]:
-            return RetainReport(RetainVerdict.NOT_REPEATABLE, (number, op), f"{here}: may run only once")
+            return RetainReport(RetainVerdict.NOT_REPEATABLE, (number, op), f"{subject}: may run only once")
         if before <= step_of[op]:
-            return RetainReport(RetainVerdict.NOT_RUN_YET, (number, op), f"{here}: its own step is {step_of[op]}")
+            return RetainReport(RetainVerdict.NOT_RUN_YET, (number, op), f"{subject}: its own step is {step_of[op]}")
         if before >= int(problem.expires[op]):
-            return RetainReport(RetainVerdict.EXPIRED, (number, op), f"{here}: only before {problem.expires[op]}")
+            return RetainReport(RetainVerdict.EXPIRED, (number, op), f"{subject}: only before {problem.expires[op]}")
         for buffer in reads[op]:
             if step_of[producer[buffer]] >= before:
-                return RetainReport(RetainVerdict.INPUT_MISSING, (number, buffer), f"{here}: reads buffer {buffer}")
+                return RetainReport(RetainVerdict.INPUT_MISSING, (number, buffer), f"{subject}: reads buffer {buffer}")
         for buffer in rerun.renews:
             if buffer not in makes[op]:
-                return RetainReport(RetainVerdict.NOT_A_RESULT, (number, buffer), f"{here}: renews buffer {buffer}")
+                return RetainReport(RetainVerdict.NOT_A_RESULT, (number, buffer), f"{subject}: renews buffer {buffer}")
             if not problem.droppable[buffer]:
-                return RetainReport(RetainVerdict.NOT_DROPPABLE, (number, buffer), f"{here}: renews buffer {buffer}")
+                return RetainReport(RetainVerdict.NOT_DROPPABLE, (number, buffer), f"{subject}: renews buffer {buffer}")
     return None
 
 
@@ -174,48 +174,48 @@ def schedule(problem: RetainProblem, solution: RetainSolution) -> list[tuple[int
     runs = _all_runs(problem, solution, makes)
     newest: dict[int, _Version] = {}
     versions: list[_Version] = []
-    made: list[list[_Version]] = []
-    for now, run in enumerate(runs):
+    results: list[list[_Version]] = []
+    for number, run in enumerate(runs):
         for buffer in reads[run.op]:
-            newest[buffer].last = now
+            newest[buffer].last = number
             run.reads.append(newest[buffer])
-        fresh = [_Version(buffer, now, now) for buffer in run.versions]
+        fresh = [_Version(buffer, number, number) for buffer in run.versions]
         newest.update({version.buffer: version for version in fresh})
         versions += fresh
-        made.append(fresh)
+        results.append(fresh)
     for buffer, version in newest.items():
         if problem.order.kept[buffer]:
             version.last = len(runs)
-    _mark_reused(runs, made, problem)
+    _mark_reused(runs, results, problem)
     born = [0] * (len(runs) + 2)
     for version in versions:
         size = int(problem.order.size[version.buffer])
         born[version.born] += size
         born[version.last if version.reused else version.last + 1] -= size
     others = problem.waiting * _waiting(problem, runs, versions)
-    live, found = 0, []
-    for now, run in enumerate(runs):
-        live += born[now]
+    live, op_bytes = 0, []
+    for number, run in enumerate(runs):
+        live += born[number]
         passing = sum(int(problem.order.size[buffer]) for buffer in run.passing)
-        found.append((run.op, live + passing + int(problem.order.workspace[run.op]) + others))
-    return found
+        op_bytes.append((run.op, live + passing + int(problem.order.workspace[run.op]) + others))
+    return op_bytes
 
 
 def _waiting(problem: RetainProblem, runs: list[_Run], versions: list[_Version]) -> int:
     """The bytes that are there both before and behind the boundary; 0 without one."""
-    at = next((now for now, run in enumerate(runs) if run.op == problem.boundary), len(runs))
+    at = next((number for number, run in enumerate(runs) if run.op == problem.boundary), len(runs))
     across = [version.buffer for version in versions if version.born < at < version.last]
     return sum(int(problem.order.size[buffer]) for buffer in across if not problem.order.kept[buffer])
 
 
-def _mark_reused(runs: list[_Run], made: list[list[_Version]], problem: RetainProblem) -> None:
+def _mark_reused(runs: list[_Run], results: list[list[_Version]], problem: RetainProblem) -> None:
     """Mark the versions whose bytes a result of the run that reads them last takes over."""
     start, reusable = problem.order.reusable_start.tolist(), problem.order.reusable.tolist()
-    for now, run in enumerate(runs):
-        for result in made[now]:
+    for number, run in enumerate(runs):
+        for result in results[number]:
             for reused in reusable[start[result.buffer] : start[result.buffer + 1]]:
                 version = next((version for version in run.reads if version.buffer == reused), None)
-                if version is not None and version.last == now and not version.reused:
+                if version is not None and version.last == number and not version.reused:
                     version.reused = True
                     break
 

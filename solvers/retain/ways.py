@@ -173,7 +173,7 @@ def _let_go(
             continue
         for version in range(room.first_made[run], room.first_made[run + 1]):
             gap = room.at_gap[version]
-            held = room.last[version] > run and room.step[room.last[version]] > step and gap != dropped
-            if held and since[gap] != step and hold[gap] <= step and tables.droppable[room.buffer[version]]:
+            read_later = room.last[version] > run and room.step[room.last[version]] > step and gap != dropped
+            if read_later and since[gap] != step and hold[gap] <= step and tables.droppable[room.buffer[version]]:
                 count = set_gap(release, hold, gap, release[gap], step + 1, trail, count)
     return count
