@@ -158,12 +158,12 @@ def note(
         profile: as for :func:`roamc.cost.load_profile`; read only where there are collectives.
     """
     nodes = list(sending(graph))
-    found = [(sent_bytes(node, ranks), node) for node in nodes if (ranks := ranks_in(group_of(node))) is not None]
-    if not found:
+    sends = [(sent_bytes(node, ranks), node) for node in nodes if (ranks := ranks_in(group_of(node))) is not None]
+    if not sends:
         return ()
-    sent = f"collectives: each rank sends {format_bytes(sum(count for count, _ in found))} in a step"
+    sent = f"collectives: each rank sends {format_bytes(sum(count for count, _ in sends))} in a step"
     links = load_profile(main_device(graph), profile)
-    seconds = [taken for _, node in found if (taken := collective_seconds(node, links)) is not None]
+    seconds = [duration for _, node in sends if (duration := collective_seconds(node, links)) is not None]
     if len(seconds) < len(nodes):
         return (sent,)
     exposed = exposed_seconds(graph, prices(links))

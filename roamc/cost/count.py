@@ -120,8 +120,8 @@ def _picked(call: Call, mutated: list[Placed], fresh: list[Placed]) -> Traffic:
     read = _read(call, False)
     if ops.rule(call.target).cost.picks_from is not None:
         (table, _), others = read[0], read[1:]
-        made = max((tensor.numel() for tensor, _ in [*others, *fresh]), default=0)
-        return Traffic(min(own_bytes(table), made * table.itemsize) + _bytes(others), _bytes(fresh))
+        picked = max((tensor.numel() for tensor, _ in [*others, *fresh]), default=0)
+        return Traffic(min(own_bytes(table), picked * table.itemsize) + _bytes(others), _bytes(fresh))
     written = [one for one in read if all(one[0] is not other for other, _ in mutated)]
     touched = min(_bytes(mutated), max((own_bytes(tensor) for tensor, _ in written), default=0)) if mutated else 0
     return Traffic(_bytes(written) + touched, touched + _bytes(fresh))
@@ -129,8 +129,8 @@ def _picked(call: Call, mutated: list[Placed], fresh: list[Placed]) -> Traffic:
 
 def own_bytes(tensor: torch.Tensor) -> Bytes:
     """Return the bytes of the elements that ``tensor`` has in memory: an expanded dimension counts as one element."""
-    kept = (int(size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step or not size)
-    return math.prod(kept) * tensor.itemsize
+    own_sizes = (int(size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step or not size)
+    return math.prod(own_sizes) * tensor.itemsize
 
 
 def _bytes(tensors: Iterable[Placed]) -> Bytes:
@@ -155,5 +155,5 @@ def elements(node: fx.Node) -> int:
     if kind_of(node) == "scatter":
         left_out, results = cost.written_into, []
     args = [value for at, value in enumerate(call.args) if at != left_out]
-    found = [*tensors_in(fakes([*args, *call.kwargs.values()])), *results]
-    return max((tensor.numel() for tensor in found), default=0)
+    tensors = [*tensors_in(fakes([*args, *call.kwargs.values()])), *results]
+    return max((tensor.numel() for tensor in tensors), default=0)

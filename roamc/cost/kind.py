@@ -35,13 +35,13 @@ def is_light(node: fx.Node) -> bool:
 def _pointwise(call: Call, node: fx.Node) -> str:
     """Return "mixed" if the dtypes of the arguments differ, "strided" if strides do, else "pointwise"."""
     read = [tensor for tensor in tensors_in(fakes([*call.args, *call.kwargs.values()])) if tensor.dim()]
-    made = next(tensors_in(node.meta.get("val")), None)
-    if made is None:
+    result = next(tensors_in(node.meta.get("val")), None)
+    if result is None:
         return "pointwise"
     if len({tensor.dtype for tensor in read}) > 1 and not ops.rule(call.target).cost.any_dtypes:
         return "mixed"
-    whole = [tensor for tensor in read if tensor.shape == made.shape and made.numel() > 1]
-    return "pointwise" if all(_steps(tensor) == _steps(made) for tensor in whole) else "strided"
+    whole = [tensor for tensor in read if tensor.shape == result.shape and result.numel() > 1]
+    return "pointwise" if all(_steps(tensor) == _steps(result) for tensor in whole) else "strided"
 
 
 def _steps(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -65,8 +65,8 @@ class Placement:
     def rings(self) -> dict[str, list[list[int]]]:
         """Return NODE and NETWORK to the ranks of each ring that measures such links; without rings of one rank."""
         numbers = np.arange(self.ranks).reshape(self.nodes, self.in_node)
-        found = {NODE: numbers.tolist(), NETWORK: numbers.T.tolist()}
-        return {link: rings for link, rings in found.items() if len(rings[0]) > 1}
+        by_link = {NODE: numbers.tolist(), NETWORK: numbers.T.tolist()}
+        return {link: rings for link, rings in by_link.items() if len(rings[0]) > 1}
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ def fit(samples: Sequence[Sample], overhead: Seconds = 0.0) -> dict[str, float]:
     Raises:
         ProfileError: the samples do not take longer for more bytes.
     """
-    taken = np.array([max(sample.seconds - overhead, LEAST) for sample in samples])
-    turns = np.array([sample.turns for sample in samples]) / taken
-    sent = np.array([sample.sent for sample in samples]) / taken
-    (latency, of_a_byte), *_ = np.linalg.lstsq(np.stack([turns, sent], axis=1), np.ones(len(taken)))
+    durations = np.array([max(sample.seconds - overhead, LEAST) for sample in samples])
+    turns = np.array([sample.turns for sample in samples]) / durations
+    sent = np.array([sample.sent for sample in samples]) / durations
+    (latency, of_a_byte), *_ = np.linalg.lstsq(np.stack([turns, sent], axis=1), np.ones(len(durations)))
     if latency < LEAST:
         latency, of_a_byte = LEAST, sent.sum() / (sent @ sent)
     if of_a_byte <= 0:

@@ -158,11 +158,11 @@ class _Timed:
 
         Each is as :meth:`rate` gives it. Kinds and dtypes for which torch has no kernel are left out.
         """
-        found: dict[str, dict[str, float]] = {}
+        by_kind: dict[str, dict[str, float]] = {}
         for kind, dtype in self.work:
             if kind in table:
-                found.setdefault(kind, {})[dtype] = self.rate((kind, dtype))
-        return found
+                by_kind.setdefault(kind, {})[dtype] = self.rate((kind, dtype))
+        return by_kind
 
 
 def _profile(device: torch.device, timed: _Timed, sweep: Sequence[Bytes]) -> DeviceProfile:

@@ -119,9 +119,9 @@ def prices(graph: TrainGraph, profile: DeviceProfile) -> dict[str, Seconds]:
 
 def step_seconds(graph: TrainGraph, profile: DeviceProfile) -> Seconds:
     """Predict the seconds of one step: its operators run one after the other, started collectives beside them."""
-    found = prices(graph, profile)
-    sent = sum(found[node.name] for node in collectives(graph))
-    return sum(found.values()) - sent + exposed_seconds(graph, found)
+    seconds_of = prices(graph, profile)
+    sent = sum(seconds_of[node.name] for node in collectives(graph))
+    return sum(seconds_of.values()) - sent + exposed_seconds(graph, seconds_of)
 
 
 def _move_seconds(count: Bytes, profile: DeviceProfile) -> Seconds:
@@ -162,23 +162,23 @@ def _per(count: int, rates: Rates, kind: str, node: fx.Node) -> Seconds:
 
     A dtype without a rate takes that of float32, halved for float64 and complex64. The result is 0 where there is none.
     """
-    found = rates.get(kind)
-    while not found and kind in NEXT:
+    by_dtype = rates.get(kind)
+    while not by_dtype and kind in NEXT:
         kind = NEXT[kind]
-        found = rates.get(kind)
-    if not found or not count:
+        by_dtype = rates.get(kind)
+    if not by_dtype or not count:
         return 0.0
     dtype = dtype_of(node)
     name = str(dtype).removeprefix("torch.")
-    if name in found:
-        return count / found[name]
+    if name in by_dtype:
+        return count / by_dtype[name]
     slower = 2 if dtype in (torch.float64, torch.complex64) else 1
-    return count * slower / found["float32"] if "float32" in found else 0.0
+    return count * slower / by_dtype["float32"] if "float32" in by_dtype else 0.0
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
     """Return the dtype of the first floating-point result, else of the first such argument, else float32."""
-    made = [tensor for _, tensor in tensors_of(node)]
+    results = [tensor for _, tensor in tensors_of(node)]
     call = call_of(node)
-    both = [*made, *tensors_in(fakes([*call.args, *call.kwargs.values()]))]
+    both = [*results, *tensors_in(fakes([*call.args, *call.kwargs.values()]))]
     return next((tensor.dtype for tensor in both if tensor.is_floating_point()), torch.float32)

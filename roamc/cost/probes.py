@@ -184,9 +184,9 @@ def _convolution_backward(scale: Scale, dtype: torch.dtype, window: int, groups:
     """Prepare the gradients of a convolution's input and weight, not of a bias; return (run, FLOPs of both)."""
     x, weight = scale.pixels(dtype), scale.floats(dtype, 128, 128 // groups, window, window)
     grad, padding = torch.randn_like(x), [window // 2] * 2
-    rest = ([1, 1], padding, [1, 1], False, [0, 0], groups, [True, True, False])
+    arguments = ([1, 1], padding, [1, 1], False, [0, 0], groups, [True, True, False])
     return (
-        lambda: aten.convolution_backward(grad, x, weight, None, *rest),
+        lambda: aten.convolution_backward(grad, x, weight, None, *arguments),
         4 * x.numel() * weight[0].numel(),
     )
 
@@ -319,8 +319,8 @@ def norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
     """Prepare the three gradients of layer normalisation: input, weight, bias; return (run, elements of the input)."""
     x, weight = scale.matrix(dtype), scale.floats(dtype, scale.width)
     _, mean, scaled = aten.native_layer_norm(x, [scale.width], weight, weight, 1e-5)
-    rest = (x, [scale.width], mean, scaled, weight, weight, [True, True, True])
-    return lambda: aten.native_layer_norm_backward(x, *rest), x.numel()
+    arguments = (x, [scale.width], mean, scaled, weight, weight, [True, True, True])
+    return lambda: aten.native_layer_norm_backward(x, *arguments), x.numel()
 
 
 @_of(ELEMENTS, "batch_norm")
@@ -336,8 +336,8 @@ def batch_norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
     """Prepare the three gradients of batch normalisation: input, weight, bias; return (run, elements of the input)."""
     x, weight = scale.pixels(dtype), scale.floats(torch.float32, 128).to(dtype)
     _, mean, scaled = aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)
-    rest = (x, weight, None, None, mean, scaled, True, 1e-5, [True, True, True])
-    return lambda: aten.native_batch_norm_backward(x, *rest), x.numel()
+    arguments = (x, weight, None, None, mean, scaled, True, 1e-5, [True, True, True])
+    return lambda: aten.native_batch_norm_backward(x, *arguments), x.numel()
 
 
 @_of(ELEMENTS, "reduction")
@@ -372,9 +372,9 @@ def pool(scale: Scale, dtype: torch.dtype) -> Work:
 def pool_backward(scale: Scale, dtype: torch.dtype) -> Work:
     """Prepare the backward of the max pooling of :func:`pool`; return (run, elements of the pooling's input)."""
     x = scale.pixels(dtype)
-    made, where = aten.max_pool2d_with_indices(x, [3, 3], [2, 2], [1, 1])
-    rest = (x, [3, 3], [2, 2], [1, 1], [1, 1], False, where)
-    return lambda: aten.max_pool2d_with_indices_backward(made, *rest), x.numel()
+    pooled, where = aten.max_pool2d_with_indices(x, [3, 3], [2, 2], [1, 1])
+    arguments = (x, [3, 3], [2, 2], [1, 1], [1, 1], False, where)
+    return lambda: aten.max_pool2d_with_indices_backward(pooled, *arguments), x.numel()
 
 
 @_of(ELEMENTS, "scan")

@@ -72,18 +72,18 @@ def faster_by_onednn(forms: Collection[Form]) -> frozenset[Form]:
     order given, for 5 seconds (:data:`PATIENCE`) at most, and written to it. A form that stays unmeasured is not
     returned.
     """
-    known = _stored()
+    times_of = _stored()
     fresh = {}
     time = clock(torch.device("cpu"))
     begun = time()
     for form in dict.fromkeys(forms):
-        if form not in known and time() - begun < PATIENCE:
+        if form not in times_of and time() - begun < PATIENCE:
             with without_modes():  # planning happens under fake tensors
                 fresh[form] = _measured(form)
     if fresh:
-        known |= fresh
-        _store(known)
-    return frozenset(form for form in forms if form in known and known[form][1] < known[form][0])
+        times_of |= fresh
+        _store(times_of)
+    return frozenset(form for form in forms if form in times_of and times_of[form][1] < times_of[form][0])
 
 
 Times = tuple[Seconds, Seconds]
@@ -98,7 +98,7 @@ def _measured(form: Form) -> Times:
     first = _matrix(batch, form.rows, form.depth, in_columns=form.first_in_columns)
     second = _matrix(batch, form.depth, form.columns, in_columns=form.second_in_columns)
     out = first.new_empty((*batch, form.rows, form.columns))
-    time, found = clock(out.device), []
+    time, fewest = clock(out.device), []
     with torch.no_grad():
         for run in (lambda: torch.matmul(first, second, out=out), lambda: product(first, second, out, 0.0)):
             run()
@@ -107,8 +107,8 @@ def _measured(form: Form) -> Times:
                 begun = time()
                 run()
                 seconds.append(time() - begun)
-            found.append(min(seconds))
-    return found[0], found[1]
+            fewest.append(min(seconds))
+    return fewest[0], fewest[1]
 
 
 def _matrix(batch: tuple[int, ...], rows: int, columns: int, *, in_columns: bool) -> Tensor:
@@ -146,11 +146,11 @@ def _stored() -> dict[Form, Times]:
         return {}
 
 
-def _store(known: dict[Form, Times]) -> None:
-    """Write ``known``, form to times, to the file; where that is not possible, only a warning is logged."""
+def _store(times_of: dict[Form, Times]) -> None:
+    """Write ``times_of``, form to times, to the file; where that is not possible, only a warning is logged."""
     try:
         _path().parent.mkdir(parents=True, exist_ok=True)
-        rows = [[*form, *times] for form, times in sorted(known.items())]
+        rows = [[*form, *times] for form, times in sorted(times_of.items())]
         files.write_text(_path(), json.dumps({"machine": _machine(), "forms": rows}) + "\n")
     except OSError as error:
         log.warning("the times of matrix products are not kept: %s", error)

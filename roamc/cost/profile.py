@@ -92,8 +92,8 @@ class DeviceProfile:
         except (ValueError, RecursionError) as error:
             raise ProfileError(f"not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ProfileError(f"its format is {found!r}, this roamc reads {FORMAT}")
+            stated_format = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ProfileError(f"its format is {stated_format!r}, this roamc reads {FORMAT}")
         try:
             written = {key: value for key, value in data.items() if key != "format"}
             profile = decode.read(DeviceProfile, {"links": {}, "peaks": {}, **written}, "profile")
@@ -193,9 +193,9 @@ def _shipped_for(kind: str) -> str:
 
 def shipped_like(kind: str) -> DeviceProfile | None:
     """Return the shipped profile whose ``model`` is part of this machine's GPU's name; None without one, or GPU."""
-    found = device_model(kind).lower() if kind == "cuda" else ""
+    model = device_model(kind).lower() if kind == "cuda" else ""
     profiles = (read_profile(SHIPPED / f"{name}.json") for name in shipped_names())
-    return next((each for each in profiles if each.device == kind and each.model.lower() in found), None)
+    return next((each for each in profiles if each.device == kind and each.model.lower() in model), None)
 
 
 def device_model(kind: str) -> str:
@@ -231,5 +231,5 @@ def _nearest(kind: str) -> Path | None:
     """Return the file of this device's measured profile with the nearest number of threads; None without any."""
     start = f"{_slug(kind)}-"
     threads = torch.get_num_threads() if kind == "cpu" else 0
-    found = [path for path in sorted(measured_folder().glob(f"{start}*.json")) if path.stem[len(start) :].isdecimal()]
-    return min(found, key=lambda path: abs(int(path.stem[len(start) :]) - threads), default=None)
+    paths = [path for path in sorted(measured_folder().glob(f"{start}*.json")) if path.stem[len(start) :].isdecimal()]
+    return min(paths, key=lambda path: abs(int(path.stem[len(start) :]) - threads), default=None)

@@ -62,7 +62,7 @@ def model_products(graph: TrainGraph) -> Products:
     Such are the second runs of ``torch.utils.checkpoint``. A random operator counts as drawing the same again.
     """
     numbers: dict[fx.Node, int] = {}
-    known: dict[str, int] = {}
+    forward_numbers: dict[str, int] = {}
     again: set[fx.Node] = set()
     for node in graph.graph.nodes:
         numbers[node] = len(numbers)
@@ -74,10 +74,10 @@ def model_products(graph: TrainGraph) -> Products:
         call = call_of(node)
         key = f"{call.target} {fx.map_arg((call.args, call.kwargs), lambda argument: f'%{numbers[argument]}')}"
         if graph.phase[node.name] is Phase.FORWARD:
-            known.setdefault(key, numbers[node])
-        elif key in known:
+            forward_numbers.setdefault(key, numbers[node])
+        elif key in forward_numbers:
             again.add(node)
-        numbers[node] = known.get(key, numbers[node])
+        numbers[node] = forward_numbers.get(key, numbers[node])
     return _by_dtype([node for node in operators(graph.graph) if node not in again])
 
 
@@ -104,6 +104,6 @@ def utilisation(graph: TrainGraph, model: Products, profile: DeviceProfile) -> U
     hardware = all_products(graph)
     if not hardware or not profile.peaks.keys() >= {*model, *hardware}:
         return None
-    taken = step_seconds(graph, profile)
-    mfu, hfu = (sum(count / profile.peaks[name] for name, count in each.items()) / taken for each in (model, hardware))
-    return Utilisation(sum(model.values()), sum(hardware.values()), taken, mfu, hfu)
+    time = step_seconds(graph, profile)
+    mfu, hfu = (sum(count / profile.peaks[name] for name, count in each.items()) / time for each in (model, hardware))
+    return Utilisation(sum(model.values()), sum(hardware.values()), time, mfu, hfu)

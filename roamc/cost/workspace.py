@@ -63,25 +63,25 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
     """
     if isinstance(node.target, Fused):
         return group_workspace(node.target, threads)
-    made = next(tensors_in(node.meta.get("val")), None)
+    result = next(tensors_in(node.meta.get("val")), None)
     if isinstance(node.target, Fused):
         return group_workspace(node.target, threads)
-    if made is None:
+    if result is None:
         return 0
     call = call_of(node)
     cost = ops.rule(call.target).cost
-    if made.device.type != "cpu":
-        return 0 if cost.buffers is None else cost.buffers(call, made)
+    if result.device.type != "cpu":
+        return 0 if cost.buffers is None else cost.buffers(call, result)
     copied = _copied(call, cost)
     if cost.thread_workspace is not None:
-        copied += threads * cost.thread_workspace(call, made)
+        copied += threads * cost.thread_workspace(call, result)
     workspace = (cost.eager_workspace if eager else None) or cost.workspace
     if workspace is not None:
-        return copied + workspace(call, made)
-    if all(tensor.dtype == made.dtype for argument in node.all_input_nodes for _, tensor in tensors_of(argument)):
+        return copied + workspace(call, result)
+    if all(tensor.dtype == result.dtype for argument in node.all_input_nodes for _, tensor in tensors_of(argument)):
         return copied
     converts = not cost.any_dtypes and kind_of(node) in ("mixed", "pointwise", "strided", "tanh", "root")
-    return copied + (_converted(call, made) if converts else 0)
+    return copied + (_converted(call, result) if converts else 0)
 
 
 def group_workspace(group: Fused, threads: int) -> Bytes:
@@ -140,19 +140,19 @@ def objects(nbytes: Bytes, tensors: int = 0) -> Bytes:
 
 def _copied(call: Call, cost: Cost) -> Bytes:
     """Return the bytes of the arguments that a CPU's kernel copies because their strides do not fit it."""
-    given = [(tensor_at(call, at), fits) for at, fits in cost.read_as.items() if at < len(call.args)]
-    again = [tensor for tensor, fits in given if not fits(tensor)]
+    arguments = [(tensor_at(call, at), fits) for at, fits in cost.read_as.items() if at < len(call.args)]
+    again = [tensor for tensor, fits in arguments if not fits(tensor)]
     if cost.like_first and channels_last(tensor_at(call, 1)) != channels_last(tensor_at(call, 0)):
         again.append(tensor_at(call, 1))
     return sum(tensor.numel() * tensor.itemsize for tensor in again)
 
 
-def _converted(call: Call, made: torch.Tensor) -> Bytes:
+def _converted(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes of the arguments of a pointwise operator, converted to the dtype that it computes in."""
     read = [tensor for tensor in tensors_in(fakes([*call.args, *call.kwargs.values()])) if tensor.dim()]
     if not read:
         return 0
     computed = functools.reduce(torch.promote_types, [tensor.dtype for tensor in read])
-    if made.dtype.is_floating_point and not (computed.is_floating_point or computed.is_complex):
-        computed = made.dtype
+    if result.dtype.is_floating_point and not (computed.is_floating_point or computed.is_complex):
+        computed = result.dtype
     return sum(tensor.numel() * computed.itemsize for tensor in read if tensor.dtype != computed)
