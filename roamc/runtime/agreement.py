@@ -57,19 +57,19 @@ def _of_all(graph: TrainGraph, agreement: Agreement, text: str) -> list[str]:
     return texts_of(agreement.group, text, graph.name, "compare its batch", compiling=False)
 
 
-def _said(graph: TrainGraph, agreement: Agreement, found: Sequence[Mapping[str, str]]) -> str:
+def _said(graph: TrainGraph, agreement: Agreement, all_hashes: Sequence[Mapping[str, str]]) -> str:
     """The error for ranks that have other hashes than the first of their group."""
     numbers = numbers_in(agreement.group)
-    first, parts = found[0], []
+    first, parts = all_hashes[0], []
     by_difference: dict[tuple[str, ...], list[int]] = {}
-    for number, other in zip(numbers, found, strict=True):
+    for number, other in zip(numbers, all_hashes, strict=True):
         differ = tuple(name for name in dict.fromkeys((*first, *other)) if first.get(name) != other.get(name))
         by_difference.setdefault((PLAN,) if PLAN in differ else differ, []).append(number)
     for names, ranks in by_difference.items():
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            what = f"another {', '.join(names[:3])}{more} than rank {numbers[0]}"
-            parts.append(f"{in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} {what}")
+            difference = f"another {', '.join(names[:3])}{more} than rank {numbers[0]}"
+            parts.append(f"{in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} {difference}")
     return (
         f"{graph.name} is on several ranks, and {'; '.join(parts)}: give all ranks of the group the same "
         "batch, parameters and seed (torch.manual_seed), or set shard='off'"
@@ -79,21 +79,21 @@ def _said(graph: TrainGraph, agreement: Agreement, found: Sequence[Mapping[str, 
 def _hashes(graph: TrainGraph, agreement: Agreement, entry: Entry, args: Sequence[Any]) -> Hashes:
     """What this rank has, for one function of the program; empty if there is nothing to compare."""
     ports = {node.name: port for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)}
-    found: Hashes = {}
+    hashes: Hashes = {}
     if Phase.FORWARD in entry.phases:
-        found[PLAN] = hashlib.sha256(
+        hashes[PLAN] = hashlib.sha256(
             "\n".join((agreement.digest, *_collectives(graph, agreement))).encode()
         ).hexdigest()
         for name in agreement.held:
-            found[f"constant {name!r}"] = _hash(attribute(graph.module, name))
+            hashes[f"constant {name!r}"] = _hash(attribute(graph.module, name))
     for node, value in zip(entry.parameters, args, strict=True):
         port = ports.get(node.name)
         if port is not None and node.name in agreement.inputs and port.phase in entry.phases:
-            found[f"{port.role.value} {port.name}{_kind(value)}"] = _hash(value)
+            hashes[f"{port.role.value} {port.name}{_kind(value)}"] = _hash(value)
     for phase, device in agreement.draws:
         if phase in entry.phases:
-            found[f"state of random numbers on {device.type}"] = _hash(save_rng_state(device))
-    return found
+            hashes[f"state of random numbers on {device.type}"] = _hash(save_rng_state(device))
+    return hashes
 
 
 def _kind(value: Any) -> str:

@@ -104,10 +104,10 @@ class Block:
 
     def reset(self, trimmed: Iterable[Range]) -> None:
         """Trim the ranges in ``trimmed`` that are not trimmed yet, and use all others again."""
-        wanted = set(trimmed)
-        for low, high in sorted(self._trimmed - wanted):
+        ranges = set(trimmed)
+        for low, high in sorted(self._trimmed - ranges):
             self.take_again(low, high)
-        for low, high in sorted(wanted - self._trimmed):
+        for low, high in sorted(ranges - self._trimmed):
             self.give_back(low, high)
 
 
@@ -182,6 +182,6 @@ def held() -> Bytes:
 
 def _blocks() -> list[Block]:
     """Return the blocks that are alive, oldest first, and forget the others; the caller holds the lock."""
-    found = [(ref, block) for ref in _BLOCKS if (block := ref()) is not None]
-    _BLOCKS[:] = [ref for ref, _ in found]
-    return [block for _, block in found]
+    alive = [(ref, block) for ref in _BLOCKS if (block := ref()) is not None]
+    _BLOCKS[:] = [ref for ref, _ in alive]
+    return [block for _, block in alive]

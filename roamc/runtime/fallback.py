@@ -110,13 +110,13 @@ def unfinished(graph: TrainGraph, program: Program, filename: str, entry: Entry,
     """
     stopped = _stopped(program, filename, entry, error)
     name = stopped[0] if stopped is not None else "an operator"
-    said = (
+    updates = (
         written_before(graph, program, filename, entry, error)
         or "parameters, buffers and optimizer state are as before"
     )
     return UnfinishedError(
         f"{graph.name} failed in {name} ({type(error).__name__}: {error}), which may have done half of its work, so "
-        f"this step cannot be finished with the same numbers; {said}. Later steps run operator by operator"
+        f"this step cannot be finished with the same numbers; {updates}. Later steps run operator by operator"
     )
 
 
@@ -144,10 +144,10 @@ def written_before(graph: TrainGraph, program: Program, filename: str, entry: En
         if stopped is not None and node.name == stopped[0]:
             break
     role = {node.name: port.role for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)}
-    kept = {name for name in role if role[name] in (Role.PARAMETER, Role.BUFFER)}
+    owned = {name for name in role if role[name] in (Role.PARAMETER, Role.BUFFER)}
     written = written_inputs(graph, begun)
-    if kept & written:
-        return f"{len(kept & written)} of {len(kept)} parameters and buffers were updated in it: load a checkpoint"
+    if owned & written:
+        return f"{len(owned & written)} of {len(owned)} parameters and buffers were updated in it: load a checkpoint"
     if any(role[name] is Role.OPTIMIZER_STATE for name in written):
         return "the optimizer's state was updated in it: load a checkpoint"
     return ""
@@ -167,8 +167,8 @@ def _stopped(program: Program, filename: str, entry: Entry, error: Exception) ->
     while trace is not None:
         code = trace.tb_frame.f_code
         if (code.co_filename, code.co_name) == (filename, entry.name):
-            found = program.statements.get(trace.tb_lineno)
-            return None if found is None else (*found, dict(trace.tb_frame.f_locals))
+            statement = program.statements.get(trace.tb_lineno)
+            return None if statement is None else (*statement, dict(trace.tb_frame.f_locals))
         trace = trace.tb_next
     return None
 
@@ -221,8 +221,8 @@ class _Rest:
 
     def run(self, node: fx.Node) -> None:
         """Run one operator and enter its value in :attr:`made`; new results lie outside the arena."""
-        given: Any = fx.map_arg((node.args, node.kwargs), self.value)
-        args, kwargs = given
+        arguments: Any = fx.map_arg((node.args, node.kwargs), self.value)
+        args, kwargs = arguments
         target: Any = node.target
         if target is torch.ops.aten.as_strided.default:
             self.made[node] = self._as_strided(node, *args, **kwargs)
@@ -253,17 +253,17 @@ class _Rest:
             return attribute(self.graph.module, str(node.target))
         if isinstance(node.meta.get("val"), list | tuple):
             return [self._result(node, position) for position in range(len(node.meta["val"]))]
-        found = self._planned(node, 0)
-        if found is None:
-            found = self.local.get(self.program.names[node.name])
-        if found is None and node.target is operator.getitem:
-            found = self._result(node.all_input_nodes[0], int(node.args[1]))  # type: ignore[arg-type]
-        if found is None and node.op == "call_function" and ops.is_view(node.target):
+        value = self._planned(node, 0)
+        if value is None:
+            value = self.local.get(self.program.names[node.name])
+        if value is None and node.target is operator.getitem:
+            value = self._result(node.all_input_nodes[0], int(node.args[1]))  # type: ignore[arg-type]
+        if value is None and node.op == "call_function" and ops.is_view(node.target):
             self.run(node)
-            found = self.made[node]
-        if found is None:
+            value = self.made[node]
+        if value is None:
             raise KeyError(f"{node.name} is gone")
-        return found
+        return value
 
     def _planned(self, node: fx.Node, position: int) -> torch.Tensor | None:
         """Return the planned tensor of a result of ``node``; None if it has none."""

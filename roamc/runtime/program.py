@@ -204,9 +204,9 @@ class Executable:
             results = fallback.finish(*planned, arena, error)
         except BaseException as raised:  # an interruption too: the arena is free once this returns
             split_collectives.finish_all(raised)
-            said = fallback.written_before(*planned, error)
-            if said:
-                raised.add_note(f"roamc: the step was ended by this error in its middle; {said}")
+            updates = fallback.written_before(*planned, error)
+            if updates:
+                raised.add_note(f"roamc: the step was ended by this error in its middle; {updates}")
             raise
         if results is None:
             self._retire()
@@ -254,14 +254,14 @@ class Executable:
                 module was moved to another dtype.
         """
         pairs = zip(self.program.entries[entry].parameters, args, self._dtypes[entry], strict=True)
-        node, found, planned = next((n, a, p) for n, a, p in pairs if getattr(a, "dtype", None) != p)
+        node, argument, planned = next((n, a, p) for n, a, p in pairs if getattr(a, "dtype", None) != p)
         name = self.planned.graph.name
         if node.op != "placeholder":
             return VerifyError(
-                f"{name}: torch gave {node.name} as {_kind(found)}, where roamc planned {planned}; {REPORT}"
+                f"{name}: torch gave {node.name} as {_kind(argument)}, where roamc planned {planned}; {REPORT}"
             )
         raise StaleError(
-            f"{name} was compiled for {planned} and now gets {_kind(found)} ({node.name}): call "
+            f"{name} was compiled for {planned} and now gets {_kind(argument)} ({node.name}): call "
             "torch.compiler.reset() after changing the dtype of a compiled module"
         )
 
@@ -398,11 +398,11 @@ class Pair:
 
     def _warn_of_threads(self) -> None:
         """Warn, once, if backward runs with another number of threads, with which operators may take more."""
-        now = torch.get_num_threads()
-        if self.threads and not self.executable.planned.covers(now):
+        count = torch.get_num_threads()
+        if self.threads and not self.executable.planned.covers(count):
             planned, self.threads = self.threads, 0
             warnings.warn(
-                f"backward of {self.executable.planned.graph.name} runs with {now} threads, and its plan counts the "
+                f"backward of {self.executable.planned.graph.name} runs with {count} threads, and its plan counts the "
                 f"operators' own memory for {planned}: the memory budget may be exceeded. Call torch.set_num_threads "
                 "before forward, so that it is planned again",
                 stacklevel=2,
@@ -426,10 +426,10 @@ class Pair:
         self.executable.agree("backward", args)
         pool = self.executable.pool
         saved = [args[index] for index in self.in_arena]
-        found = pool.take(saved[0]) if saved else None
-        if found is None:
+        parked = pool.take(saved[0]) if saved else None
+        if parked is None:
             return self._elsewhere(args, saved)
-        ticket, arena = found
+        ticket, arena = parked
         if compat.keeps_graph():
             pool.put_back(ticket, arena)
             return self._over_copy(arena, args)
