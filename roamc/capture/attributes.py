@@ -59,8 +59,8 @@ def put_back(modules: Sequence[nn.Module]) -> Iterator[list[Change]]:
         A list, empty until exit, which then gets a change for each attribute that was set.
     """
     before = [(module, dict(vars(module))) for module in modules]
-    held = [value for _, own in before for value in own.values()]
-    inside = {id(value): (value, type(value)(value)) for value in _containers(held, DEEP)}
+    values = [value for _, own in before for value in own.values()]
+    inside = {id(value): (value, type(value)(value)) for value in _containers(values, DEEP)}
     changes: list[Change] = []
     try:
         yield changes
@@ -113,12 +113,12 @@ def _varies(value: Any) -> bool:
     node = compat.node_of(value) if isinstance(value, torch.Tensor) else None
     waiting, seen = [node], {node}
     while waiting:
-        made = waiting.pop()
-        if made is None or made.op not in ("call_function", "get_attr"):
+        producer = waiting.pop()
+        if producer is None or producer.op not in ("call_function", "get_attr"):
             return True
-        if made.op == "call_function" and ops.has_effect(made.target):
+        if producer.op == "call_function" and ops.has_effect(producer.target):
             return True
-        fresh = [argument for argument in made.all_input_nodes if argument not in seen]
+        fresh = [argument for argument in producer.all_input_nodes if argument not in seen]
         seen.update(fresh)
         waiting += fresh
     return False

@@ -117,8 +117,8 @@ def describe(leaf: Any) -> object:
     """
     if isinstance(leaf, torch.Tensor):
         return geometry(leaf)
-    held = () if isinstance(leaf, nn.Module) else getattr(leaf, "__dict__", {}).values()
-    if type(leaf).__hash__ is None or any(isinstance(value, torch.Tensor) for value in held):
+    attributes = () if isinstance(leaf, nn.Module) else getattr(leaf, "__dict__", {}).values()
+    if type(leaf).__hash__ is None or any(isinstance(value, torch.Tensor) for value in attributes):
         raise CaptureError(
             "a batch may hold tensors, numbers, strings and lists, dicts or dataclasses of them, not "
             f"{type(leaf).__name__}{'; torch.as_tensor makes an array a tensor' if hasattr(leaf, '__array__') else ''}"
@@ -170,13 +170,13 @@ def _dict_fields(value: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _make_dict(kind: type, fields: dict[str, Any]) -> Any:
-    made: Any = kind.__new__(kind)  # type: ignore[call-overload]
-    (OrderedDict if isinstance(made, OrderedDict) else dict).update(made, fields["items"])
+    instance: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    (OrderedDict if isinstance(instance, OrderedDict) else dict).update(instance, fields["items"])
     if fields["is_own"]:  # as in ``self.__dict__ = self``
-        made.__dict__ = made
+        instance.__dict__ = instance
     for name, value in fields["own"].items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 def _dataclass_fields(value: Any) -> dict[str, Any]:
@@ -185,16 +185,16 @@ def _dataclass_fields(value: Any) -> dict[str, Any]:
 
 
 def _make_dataclass(kind: type, fields: dict[str, Any]) -> Any:
-    made: Any = object.__new__(kind)
+    instance: Any = object.__new__(kind)
     for name, value in fields.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 def _make_user_dict(kind: type, fields: dict[str, Any]) -> Any:
-    made: Any = kind.__new__(kind)  # type: ignore[call-overload]
-    made.data = fields
-    return made
+    instance: Any = kind.__new__(kind)  # type: ignore[call-overload]
+    instance.data = fields
+    return instance
 
 
 _CONTAINERS = (

@@ -71,24 +71,24 @@ def to_callers(half: Half, copy: fx.Node) -> list[str]:
     """
     if copy.target is not aten.copy_.default or copy.users:
         return []
-    given, value = copy.args[:2]
-    if not isinstance(given, fx.Node) or given.op != "placeholder" or not isinstance(value, fx.Node):
+    entry, value = copy.args[:2]
+    if not isinstance(entry, fx.Node) or entry.op != "placeholder" or not isinstance(value, fx.Node):
         return []
-    writes = _writes(half, given, value)
-    if not writes or geometry(value.meta["val"]) != geometry(given.meta["val"]) or not _may(half, writes, copy):
+    writes = _writes(half, entry, value)
+    if not writes or geometry(value.meta["val"]) != geometry(entry.meta["val"]) or not _may(half, writes, copy):
         return []
     half.graph.erase_node(copy)
-    gone = [copy.name]
+    erased = [copy.name]
     for write in writes:
-        gone += _apply(half, write, given)
-    return gone
+        erased += _apply(half, write, entry)
+    return erased
 
 
-def _apply(half: Half, write: _Write, given: fx.Node) -> list[str]:
-    """Make one write in the memory of ``given``, where the writes before it are made; return names of erased nodes."""
+def _apply(half: Half, write: _Write, entry: fx.Node) -> list[str]:
+    """Make one write in the memory of ``entry``, where the writes before it are made; return names of erased nodes."""
     if not write.scatters:
         write.result.target = writes_over(write.result.target)  # type: ignore[assignment]
-        half.put(half.shared.pop(identity(write.result.meta["val"])), given.meta["val"])
+        half.put(half.shared.pop(identity(write.result.meta["val"])), entry.meta["val"])
         return []
     base: Any = write.result.args[0]  # by now: the result of the write before may be gone
     if write.at is write.result:
@@ -110,18 +110,18 @@ def _may(half: Half, writes: list[_Write], copy: fx.Node) -> bool:
         if any(half.places[write.at] < place < ends for place in readers):
             return False
     results = [write.result for write in writes]
-    gone = [*results, *(scatter for write in writes for scatter in write.scatters)]
+    rewritten = [*results, *(scatter for write in writes for scatter in write.scatters)]
     last = [reader for reader in half.readers(results[-1]) if reader is not copy]
-    return half.are_forward(last) and not any(map(half.is_named, gone)) and not any(map(half.is_written, results))
+    return half.are_forward(last) and not any(map(half.is_named, rewritten)) and not any(map(half.is_written, results))
 
 
-def _writes(half: Half, given: fx.Node, value: fx.Node) -> list[_Write]:
-    """Return the writes that lead from ``given`` to ``value``, each to the result of the one before or a view of it.
+def _writes(half: Half, entry: fx.Node, value: fx.Node) -> list[_Write]:
+    """Return the writes that lead from ``entry`` to ``value``, each to the result of the one before or a view of it.
 
     Empty if one of them cannot write there.
     """
     writes: list[_Write] = []
-    while (whole := viewed(value)) is not given:
+    while (whole := viewed(value)) is not entry:
         write = _write(half, whole)
         if write is None:
             return []

@@ -42,8 +42,8 @@ class Closures(TorchFunctionMode):
 
     def _swapped(self, value: Any) -> Any:
         leaves, spec = compat.flatten(value)
-        known = [self.traced.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return compat.unflatten(known, spec)
+        swapped = [self.traced.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return compat.unflatten(swapped, spec)
 
 
 def join_constants(graph: fx.Graph, mode: compat.FakeTensorMode) -> None:
@@ -74,7 +74,7 @@ def _lies_in(user: fx.Node, node: fx.Node) -> bool:
     return bool(rule.view_of or rule.mutates) and user.all_input_nodes[0] is node
 
 
-def check_origins(model: nn.Module, loss: torch.Tensor, held: Mapping[int, str]) -> None:
+def check_origins(model: nn.Module, loss: torch.Tensor, names: Mapping[int, str]) -> None:
     """Refuse a loss whose gradient flows to a parameter of the model past the trace.
 
     A warning says if the gradient flows to another tensor that is no parameter of the model.
@@ -82,15 +82,15 @@ def check_origins(model: nn.Module, loss: torch.Tensor, held: Mapping[int, str])
     Args:
         model: the model; each model gets the warning once.
         loss: the loss as it was traced.
-        held: ``id`` of each parameter to its name.
+        names: ``id`` of each parameter to its name.
 
     Raises:
         CaptureError: a tensor that was computed from a parameter before the step is used in it; names the parameter.
     """
     for variable in compat_hooks.leaves_behind(loss):
-        if id(variable) in held:
+        if id(variable) in names:
             raise CaptureError(
-                f"the step uses a tensor that was computed from parameter {held[id(variable)]!r} before it began; "
+                f"the step uses a tensor that was computed from parameter {names[id(variable)]!r} before it began; "
                 "compute it inside loss_fn, or detach and clone it"
             )
         if compat.fake_mode_of(part_of(variable)) is None:

@@ -64,8 +64,8 @@ def attend(
         width = query.size(-1)
         factor = 1 / math.sqrt(width) if scale is None else scale
         padded = (_padded(part) for part in (query, key, value))
-        made = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, False, scale=factor)[0]
-        return made if made.size(-1) == width else made[..., :width]
+        output = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, False, scale=factor)[0]
+        return output if output.size(-1) == width else output[..., :width]
     if torch.backends.cuda.mem_efficient_sdp_enabled() and _efficient_takes(query, key, value):
         mask = None if attn_mask is None else _expanded(_added(attn_mask, query.dtype), query, key)
         trained = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))

@@ -46,10 +46,10 @@ class DeviceMode(CaptureMode):
         leaves, spec = flatten((args, kwargs))
         device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu")
         with self:
-            there = [_on(leaf, torch.device("meta")) for leaf in leaves]
-            given, named = unflatten(there, spec)
-            results, shape = flatten(func(*given, **named))
-            of = {id(meta): leaf for meta, leaf in zip(there, leaves, strict=True) if isinstance(meta, torch.Tensor)}
+            metas = [_on(leaf, torch.device("meta")) for leaf in leaves]
+            positional, named = unflatten(metas, spec)
+            results, shape = flatten(func(*positional, **named))
+            of = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True) if isinstance(meta, torch.Tensor)}
             return unflatten([of.get(id(result), _on(result, device)) for result in results], shape)
 
 

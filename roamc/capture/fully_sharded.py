@@ -47,19 +47,19 @@ def shardings(model: nn.Module) -> dict[str, Sharding]:
     """
     check_settings(model)
     by_id = shardings_of(model)
-    held = {name: by_id[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in by_id}
+    by_name = {name: by_id[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in by_id}
     for name, parameter in model.named_parameters():
-        if name in held and parameter._backward_hooks:
+        if name in by_name and parameter._backward_hooks:
             raise CaptureError(
                 f"parameter {name!r} has a gradient hook, which fully_shard never calls: register it on a tensor "
                 "inside of the model, or remove it"
             )
-        if name in held and held[name].reduction == "other":
+        if name in by_name and by_name[name].reduction == "other":
             raise CaptureError(
                 f"the gradient of {name!r} is divided by a factor of yours (set_gradient_divide_factor), which a "
                 "planned step does by sums alone: call set_force_sum_reduction_for_comms(True) as well"
             )
-    return held
+    return by_name
 
 
 def check_settings(model: nn.Module) -> None:
@@ -141,7 +141,7 @@ def _padded(tensor: torch.Tensor, length: int, dim: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _marked(what: str, name: str) -> Iterator[None]:
+def _marked(kind: str, name: str) -> Iterator[None]:
     """Mark all nodes that are traced within this context."""
     graph = compat.graph_so_far()
     last = next(iter(reversed(graph.nodes)), None)
@@ -149,10 +149,10 @@ def _marked(what: str, name: str) -> Iterator[None]:
     for node in reversed(graph.nodes):
         if node is last:
             break
-        node.meta[MARK] = (what, name)
+        node.meta[MARK] = (kind, name)
 
 
-def place(graph: fx.Graph, phase: Mapping[str, Phase], held: Mapping[str, Sharding]) -> None:
+def place(graph: fx.Graph, phase: Mapping[str, Phase], by_name: Mapping[str, Sharding]) -> None:
     """Move, in ``graph`` itself, gathers to their first readers and reductions to their gradients.
 
     A parameter that backward gathers again gets a second gather, in front of its first reader there, which all readers
@@ -161,7 +161,7 @@ def place(graph: fx.Graph, phase: Mapping[str, Phase], held: Mapping[str, Shardi
     Args:
         graph: as traced: forward, loss, backward.
         phase: name of each operator to FORWARD or BACKWARD.
-        held: name of each parameter in parts to how it is held.
+        by_name: name of each parameter in parts to how it is held.
 
     Raises:
         CaptureError: the step writes to a gathered parameter.
@@ -170,15 +170,15 @@ def place(graph: fx.Graph, phase: Mapping[str, Phase], held: Mapping[str, Shardi
     for node in graph.nodes:
         if MARK in node.meta:
             chains.setdefault(node.meta[MARK], []).append(node)
-    for name, sharding in held.items():
+    for name, sharding in by_name.items():
         chain = chains.get((GATHER, name))
         if chain:
             _check_unwritten(graph, chain[-1], name)
             if sharding.gathered_again and sharding.group:
                 _gather_again(graph, phase, chain)
             _move_to_first_reader(chain)
-    for (what, _), chain in chains.items():
-        if what == REDUCE:
+    for (kind, _), chain in chains.items():
+        if kind == REDUCE:
             _move_behind_gradient(chain, phase)
 
 
@@ -261,13 +261,13 @@ def sequence(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(" ".join(node.meta[MARK]) for node in sent)
 
 
-def groups_of(held: Mapping[str, Sharding]) -> tuple[str, ...]:
+def groups_of(by_name: Mapping[str, Sharding]) -> tuple[str, ...]:
     """Return the names of the groups of ranks that have parts of parameters, then of those that have copies.
 
     Each in the order of the parameters, which is the same on all ranks; names of groups are not.
     """
-    parts = [sharding.group for sharding in held.values()]
-    copies = [sharding.copies_group for sharding in held.values()]
+    parts = [sharding.group for sharding in by_name.values()]
+    copies = [sharding.copies_group for sharding in by_name.values()]
     return tuple(dict.fromkeys(group for group in (*parts, *copies) if group))
 
 
@@ -292,14 +292,14 @@ def agreed(groups: Sequence[str], mine: Sequence[str], name: str) -> None:
             )
 
 
-def check_sequence(before: Sequence[str], now: Sequence[str]) -> None:
+def check_sequence(before: Sequence[str], latest: Sequence[str]) -> None:
     """Refuse a batch that gathers or reduces other parameters than the first one did, or in another order.
 
     Raises:
         CaptureError: names the first difference.
     """
-    if before and tuple(before) != tuple(now):
-        first, second = difference(before, now)
+    if before and tuple(before) != tuple(latest):
+        first, second = difference(before, latest)
         raise CaptureError(
             f"this batch takes another way through a fully_shard model than the first one did ({second!r} in the place "
             f"of {first!r}); ranks would wait for each other: let every step use the same parameters"

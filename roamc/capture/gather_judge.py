@@ -28,14 +28,14 @@ CASTS = (aten._to_copy.default, aten.detach.default, aten.alias.default, aten.vi
 PADS = (aten.constant_pad_nd.default, aten.slice.Tensor)
 
 
-def check(graph: fx.Graph, names: Sequence[str], updated: Sequence[str], held: Mapping[str, Sharding]) -> None:
+def check(graph: fx.Graph, names: Sequence[str], updated: Sequence[str], shardings: Mapping[str, Sharding]) -> None:
     """Check the gathers and reductions of a traced step.
 
     Args:
         graph: forward and backward; its first inputs are the parameters, its outputs the loss and the gradients.
         names: of the parameters, in the order of the inputs.
         updated: names of the parameters that have a gradient, in the order of the outputs.
-        held: name of each parameter in parts to how it is held.
+        shardings: name of each parameter in parts to how it is held.
 
     Raises:
         VerifyError: names the parameter and the operator, and what is wrong with it.
@@ -44,7 +44,7 @@ def check(graph: fx.Graph, names: Sequence[str], updated: Sequence[str], held: M
     results: list[fx.Node] = list(output_node(graph).args[0])  # type: ignore[arg-type]
     gradients = dict(zip(updated, results[1:], strict=True))
     behind = _behind(graph, results[0])
-    for name, sharding in held.items():
+    for name, sharding in shardings.items():
         if sharding.group:
             _check_gathers(inputs[name], name, sharding, behind)
         if name in gradients:
@@ -114,8 +114,8 @@ def _check_gradient(gradient: fx.Node, part: fx.Node, name: str, sharding: Shard
     if sharding.before not in (None, 1):
         node, scale = _back(node, scale, (), sharding.before)
     factor = (sharding.after or 1) * (sharding.before or 1)
-    wanted = 1 / factor if sharding.reduction == "sum" and factor != 1 else 1 / (sharding.ranks * sharding.copies)
-    _demand(abs(scale - wanted) < 1e-12, name, gradient, f"is {scale} times the sum over the ranks, not {wanted}")
+    share = 1 / factor if sharding.reduction == "sum" and factor != 1 else 1 / (sharding.ranks * sharding.copies)
+    _demand(abs(scale - share) < 1e-12, name, gradient, f"is {scale} times the sum over the ranks, not {share}")
     length = sharding.rows * sharding.ranks
     if sharding.group and not sharding.dim:
         _demand(node.meta["val"].shape[0] == length, name, node, f"is not padded to {length} rows")

@@ -100,41 +100,41 @@ def stitch(
     """
     forward, backward = without_tokens(forward), without_tokens(backward)
     _check_meta(forward.graph, name)
-    made = _Stitcher(mode_of(forward.graph))
+    builder = _Stitcher(mode_of(forward.graph))
     inputs = [Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(forward.graph))]
-    made.copy(forward.graph, Phase.FORWARD)
-    first = [made.mapped(node) for node in output_values(forward.graph)[:num_outputs]]
-    saved = [made.env[node.name] for node in output_values(forward.graph)[num_outputs:] if isinstance(node, fx.Node)]
-    late = made.feed(backward.graph, saved)
+    builder.copy(forward.graph, Phase.FORWARD)
+    first = [builder.mapped(node) for node in output_values(forward.graph)[:num_outputs]]
+    saved = [builder.env[node.name] for node in output_values(forward.graph)[num_outputs:] if isinstance(node, fx.Node)]
+    late = builder.feed(backward.graph, saved)
     inputs += [Port(node.name, Role.TANGENT, Phase.BACKWARD) for node in late]
-    made.copy(backward.graph, Phase.BACKWARD)
-    second = [made.mapped(node) for node in output_values(backward.graph)]
-    made.graph.output((*first, *second))
+    builder.copy(backward.graph, Phase.BACKWARD)
+    second = [builder.mapped(node) for node in output_values(backward.graph)]
+    builder.graph.output((*first, *second))
     outputs = [Port(f"output[{i}]", Role.OUTPUT) for i in range(len(first))]
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
-    module = fx.GraphModule(_attributes(forward, backward), made.graph)
-    stitched = TrainGraph(name, module, tuple(inputs), tuple(outputs), made.phase, boundary=True)
-    reinplace(stitched, made.mode, made.phase, saved)
+    module = fx.GraphModule(_attributes(forward, backward), builder.graph)
+    stitched = TrainGraph(name, module, tuple(inputs), tuple(outputs), builder.phase, boundary=True)
+    reinplace(stitched, builder.mode, builder.phase, saved)
     stands_for = join(module)
-    results = output_values(made.graph)[: len(first)]
+    results = output_values(builder.graph)[: len(first)]
     traced = {node: tensor.dtype for node in results if node is not None for _, tensor in tensors_of(node)}
-    copies = correct(made.graph)
+    copies = correct(builder.graph)
     _check_outputs(traced)
     names = dict.fromkeys(stands_for.get(node.name, node.name) for node in saved)
-    left = {node.name for node in made.graph.nodes}
-    number(made.graph)
+    left = {node.name for node in builder.graph.nodes}
+    number(builder.graph)
     return stitched.replace(
-        phase=_phases(made.phase, stands_for, copies), saved=tuple(name for name in names if name in left)
+        phase=_phases(builder.phase, stands_for, copies), saved=tuple(name for name in names if name in left)
     )
 
 
 def _check_outputs(traced: Mapping[fx.Node, torch.dtype]) -> None:
     """Refuse outputs of another dtype than torch traced: backward was traced for gradients of that one."""
     for node, dtype in traced.items():
-        made = node.meta["val"].dtype
-        if made is not dtype:
+        actual = node.meta["val"].dtype
+        if actual is not dtype:
             raise CaptureError(
-                f"{node.name} ({name_of(node.target)}) gives {made} where torch traced {dtype}, for which it made "
+                f"{node.name} ({name_of(node.target)}) gives {actual} where torch traced {dtype}, for which it made "
                 "backward; give the operator arguments of one dtype"
             )
 
@@ -156,18 +156,18 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     """
     module = without_tokens(module)
     _check_meta(module.graph, name)
-    made = _Stitcher(mode_of(module.graph))
-    made.copy(module.graph, Phase.FORWARD)
-    results = [made.mapped(node) for node in output_values(module.graph)]
-    made.graph.output(tuple(results))
+    builder = _Stitcher(mode_of(module.graph))
+    builder.copy(module.graph, Phase.FORWARD)
+    results = [builder.mapped(node) for node in output_values(module.graph)]
+    builder.graph.output(tuple(results))
     inputs = tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph)))
     outputs = tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results)))
-    copied = TrainGraph(name, fx.GraphModule(_attributes(module), made.graph), inputs, outputs, made.phase)
-    reinplace(copied, made.mode, made.phase)
+    copied = TrainGraph(name, fx.GraphModule(_attributes(module), builder.graph), inputs, outputs, builder.phase)
+    reinplace(copied, builder.mode, builder.phase)
     stands_for = join(copied.module)
-    copies = correct(made.graph)
-    number(made.graph)
-    return copied.replace(phase=_phases(made.phase, stands_for, copies))
+    copies = correct(builder.graph)
+    number(builder.graph)
+    return copied.replace(phase=_phases(builder.phase, stands_for, copies))
 
 
 def _check_meta(forward: fx.Graph, name: str) -> None:
@@ -190,9 +190,9 @@ def _on_meta(node: fx.Node) -> bool:
     return any(tensor.device.type == "meta" for _, tensor in tensors_of(node))
 
 
-def _phases(phase: Mapping[str, Phase], gone: Mapping[str, str], copies: Mapping[str, str]) -> dict[str, Phase]:
-    """Return ``phase`` without the nodes in ``gone``, and with ``copies`` in the phases of the views that read them."""
-    left = {name: now for name, now in phase.items() if name not in gone}
+def _phases(phase: Mapping[str, Phase], replaced: Mapping[str, str], copies: Mapping[str, str]) -> dict[str, Phase]:
+    """Return ``phase`` without nodes in ``replaced``, and with ``copies`` in the phases of the views that read them."""
+    left = {name: its_phase for name, its_phase in phase.items() if name not in replaced}
     return {**left, **{copy: left[view] for copy, view in copies.items()}}
 
 
@@ -220,12 +220,12 @@ class _Stitcher:
         self.fresh: set[fx.Node] = set()
         self.last: fx.Node | None = None
 
-    def copy(self, source: fx.Graph, now: Phase) -> None:
+    def copy(self, source: fx.Graph, phase: Phase) -> None:
         """Append every node but placeholders that are fed already, and the output."""
         for node in source.nodes:
             if node.op == "output" or (node.op == "placeholder" and node.name in self.env):
                 continue
-            self.env[node.name] = self._input(node) if node.op == "placeholder" else self._append(node, now)
+            self.env[node.name] = self._input(node) if node.op == "placeholder" else self._append(node, phase)
 
     def feed(self, backward: fx.Graph, saved: Sequence[fx.Node]) -> list[fx.Node]:
         """Match backward's placeholders with what forward saves, by name, then by order; return the tangents."""
@@ -257,39 +257,39 @@ class _Stitcher:
         self.last.meta = dict(node.meta)
         return self.last
 
-    def _append(self, node: fx.Node, now: Phase) -> fx.Node:
+    def _append(self, node: fx.Node, phase: Phase) -> fx.Node:
         if node.target is operator.getitem and node.all_input_nodes[0].name in self.pairs:
             state, drawn = self.pairs[node.all_input_nodes[0].name]
             return state if node.args[1] == 0 else drawn
         kind = node.target.name() if isinstance(node.target, HigherOrderOperator) else ""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n.name])
         if kind == "run_and_save_rng_state":
-            return self._random_pair(node, args, kwargs, now)
+            return self._random_pair(node, args, kwargs, phase)
         target = replay if kind == "run_with_rng_state" else node.target
-        made = self._create(node, target, args, kwargs, now)
-        again = made.name != node.name or target in (replay, operator.getitem) or "val" not in made.meta
-        if again or (ops.rule(target).view_of and not self.fresh.isdisjoint(made.all_input_nodes)):
-            self._derive(made)
-        _check_size(made)
-        return made
+        copy = self._create(node, target, args, kwargs, phase)
+        again = copy.name != node.name or target in (replay, operator.getitem) or "val" not in copy.meta
+        if again or (ops.rule(target).view_of and not self.fresh.isdisjoint(copy.all_input_nodes)):
+            self._derive(copy)
+        _check_size(copy)
+        return copy
 
-    def _create(self, node: fx.Node, target: Any, args: Any, kwargs: Any, now: Phase) -> fx.Node:
+    def _create(self, node: fx.Node, target: Any, args: Any, kwargs: Any, phase: Phase) -> fx.Node:
         again = node.op == "call_function" and node.name in self.env
         if again and ops.draws(target, args, kwargs):
             raise CaptureError(f"{node.name!r} would draw random numbers again in backward; please report this model")
-        made = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
-        made.meta = dict(node.meta)
-        if made.op == "call_function":
-            self.phase[made.name] = now
-        return made
+        copy = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
+        copy.meta = dict(node.meta)
+        if copy.op == "call_function":
+            self.phase[copy.name] = phase
+        return copy
 
-    def _random_pair(self, node: fx.Node, args: Any, kwargs: Any, now: Phase) -> fx.Node:
+    def _random_pair(self, node: fx.Node, args: Any, kwargs: Any, phase: Phase) -> fx.Node:
         """``run_and_save_rng_state(op, ...)`` as two nodes: the generator's state, then the operator."""
         device = next((value_of(a).device for a in args[1:] if isinstance(a, fx.Node)), torch.device("cpu"))
-        state = self._create(node, save_rng_state, (device,), {}, now)
-        drawn = self._create(node, args[0], tuple(args[1:]), kwargs, now)
-        for made in (state, drawn):
-            self._derive(made)
+        state = self._create(node, save_rng_state, (device,), {}, phase)
+        drawn = self._create(node, args[0], tuple(args[1:]), kwargs, phase)
+        for part in (state, drawn):
+            self._derive(part)
         self.pairs[node.name] = (state, drawn)
         return drawn
 
@@ -303,12 +303,12 @@ class _Stitcher:
             node.meta["val"] = args[0][args[1]]
             return
         target: Any = args[1] if node.target is replay else node.target
-        rest = args[2:] if node.target is replay else args
+        operands = args[2:] if node.target is replay else args
         with self.mode or contextlib.nullcontext():
             if node.target is save_rng_state:
                 node.meta["val"] = torch.empty(state_bytes(args[0]), dtype=torch.uint8)
             else:
-                node.meta["val"] = target(*rest, **kwargs)
+                node.meta["val"] = target(*operands, **kwargs)
 
 
 def _check_size(node: fx.Node) -> None:
@@ -321,9 +321,9 @@ def _check_size(node: fx.Node) -> None:
 
 def _attributes(*modules: fx.GraphModule) -> dict[str, Any]:
     """Return the constants and submodules that ``get_attr`` nodes of ``modules`` name, by that name."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for module in modules:
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                found[str(node.target)] = attribute(module, str(node.target))
-    return found
+                by_name[str(node.target)] = attribute(module, str(node.target))
+    return by_name

@@ -149,10 +149,10 @@ class _Mover:
             return placed_in(tensor, self._storages[key], device)
 
     def _move_constant(self, node: fx.Node) -> None:
-        held = node.meta.get("val", attribute(self.graph.module, str(node.target)))
-        if isinstance(held, torch.Tensor):
-            literal = not held.dim() and any(name_of(user.target).startswith(LITERAL) for user in node.users)
-            node.meta["val"] = self._copy(held, CPU if literal else self.device)
+        constant = node.meta.get("val", attribute(self.graph.module, str(node.target)))
+        if isinstance(constant, torch.Tensor):
+            literal = not constant.dim() and any(name_of(user.target).startswith(LITERAL) for user in node.users)
+            node.meta["val"] = self._copy(constant, CPU if literal else self.device)
 
     def _renamed(self, value: Any) -> Any:
         """Return arguments with this device in the place of the CPU."""
@@ -181,9 +181,9 @@ class _Mover:
         arguments, keywords = given(node)
         if target is replay or isinstance(target, Composite):
             run: Any = arguments[1] if target is replay else target
-            rest = arguments[2:] if target is replay else arguments
+            operands = arguments[2:] if target is replay else arguments
             with self.mode:
-                return corrected(node, run(*rest, **keywords), self.mode)
+                return corrected(node, run(*operands, **keywords), self.mode)
         return derived_anew(node, self.mode, self.copies)
 
     def _check(self, node: fx.Node) -> None:

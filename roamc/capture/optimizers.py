@@ -57,11 +57,11 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
     Raises:
         CaptureError: the type is not supported (names those that are), or one of its settings is not.
     """
-    found = RULES.get(type(optimizer))
-    if found is None:
-        known = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)
+    rule = RULES.get(type(optimizer))
+    if rule is None:
+        supported = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)
         raise CaptureError(
-            f"{type(optimizer).__name__} is not supported by train_step; supported: {known}; roamc.optimize(model) "
+            f"{type(optimizer).__name__} is not supported by train_step; supported: {supported}; roamc.optimize(model) "
             "takes any optimizer"
         )
     for group in optimizer.param_groups:
@@ -70,7 +70,7 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
                 raise CaptureError(f"{type(optimizer).__name__}({setting}=True) is not supported; leave {setting} out")
         if not group.get("fused") and any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ())):
             raise CaptureError(f"{type(optimizer).__name__} with betas that are tensors is not supported; give numbers")
-    return found
+    return rule
 
 
 def check_dense(name: str, parameter: torch.Tensor, group: Group) -> None:
@@ -114,10 +114,10 @@ def check_state(optimizer: torch.optim.Optimizer, rule: Rule, name: str, paramet
     """
     state = optimizer.state.get(parameter, {})
     for key in rule.states(group):
-        held = state.get(key)
-        if isinstance(held, torch.Tensor) and _kind(held) != _kind(parameter):
+        value = state.get(key)
+        if isinstance(value, torch.Tensor) and _kind(value) != _kind(parameter):
             raise CaptureError(
-                f"the optimizer's {key} of {name} is {_words(held)}, the parameter {_words(parameter)}: the model was "
+                f"the optimizer's {key} of {name} is {_words(value)}, the parameter {_words(parameter)}: the model was "
                 "changed after its first step; optimizer.load_state_dict(optimizer.state_dict()) brings dtype and "
                 "device after it, a new optimizer anything"
             )
@@ -151,12 +151,12 @@ def init_state(
         step fails: an optimizer that counts no steps takes a parameter without state for one before its first step.
     """
     before = optimizer.state.get(parameter)
-    held = before or {}
+    entries = before or {}
     missing: dict[str, torch.Tensor] = {}
-    if rule.has_step and "step" not in held:
+    if rule.has_step and "step" not in entries:
         device = parameter.device if group.get("fused") else torch.device("cpu")
         missing["step"] = torch.zeros((), dtype=torch.float32, device=device)
-    missing.update({key: torch.zeros_like(parameter) for key in rule.states(group) if held.get(key) is None})
+    missing.update({key: torch.zeros_like(parameter) for key in rule.states(group) if entries.get(key) is None})
     if not missing:
         return None
     take_away = functools.partial(_set_back, optimizer, parameter, None if before is None else dict(before))

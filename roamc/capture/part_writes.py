@@ -103,10 +103,10 @@ def without_scatters(half: Half, scatters: Sequence[fx.Node], whole: fx.Node) ->
     behind = [place for place in half.of(scatters[-1]) if place[0] is not scatters[-1]]
     half.put(behind, whole.meta["val"])
     scatters[-1].replace_all_uses_with(whole)
-    for gone in reversed(scatters):
-        del half.shared[identity(gone.meta["val"])]
-        half.graph.erase_node(gone)
-    return [gone.name for gone in scatters]
+    for scatter in reversed(scatters):
+        del half.shared[identity(scatter.meta["val"])]
+        half.graph.erase_node(scatter)
+    return [scatter.name for scatter in scatters]
 
 
 def filled_by(scatter: fx.Node, mode: FakeTensorMode) -> torch.Tensor:
@@ -193,21 +193,21 @@ def fits(scatter: fx.Node, whole: fx.Node, value: fx.Node, mode: FakeTensorMode)
         return False
     if 0 not in ops.may_overwrite(value, addresses_of):
         return False
-    storage, seen, made = identity(whole.meta["val"]), part.meta["val"], value.meta["val"]
+    storage, part_tensor, result = identity(whole.meta["val"]), part.meta["val"], value.meta["val"]
     return bool(
-        identity(seen) == storage
-        and geometry(seen) == geometry(filled_by(scatter, mode))
-        and (seen.shape, seen.dtype) == (made.shape, made.dtype)
+        identity(part_tensor) == storage
+        and geometry(part_tensor) == geometry(filled_by(scatter, mode))
+        and (part_tensor.shape, part_tensor.dtype) == (result.shape, result.dtype)
         and not reads_as_another(value, part)
         and writes_over(value.target) is not None
-        and (ops.rule(value.target).rounds_once or _is_same_loop(value, seen, made))
+        and (ops.rule(value.target).rounds_once or _is_same_loop(value, part_tensor, result))
     )
 
 
-def _is_same_loop(value: fx.Node, part: torch.Tensor, made: torch.Tensor) -> bool:
+def _is_same_loop(value: fx.Node, part: torch.Tensor, result: torch.Tensor) -> bool:
     """Whether a pointwise operator takes the same vectorised loop over ``part`` as over its result: strides are equal.
 
     Only then are the last bits sure to be the same.
     """
     pointwise = isinstance(value.target, OpOverload) and torch.Tag.pointwise in value.target.tags
-    return pointwise and part.stride() == made.stride()
+    return pointwise and part.stride() == result.stride()

@@ -57,14 +57,14 @@ def stand_in(part: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     return part.detach().requires_grad_() if real.requires_grad else part
 
 
-def place_gradient(held: torch.Tensor) -> None:
-    """Register a hook on the traced DTensor ``held`` that brings its gradient to the placements of ``held``.
+def place_gradient(tensor: torch.Tensor) -> None:
+    """Register a hook on the traced DTensor ``tensor`` that brings its gradient to the placements of ``tensor``.
 
     Hooks that were registered before see the gradient as backward gives it, perhaps as a sum over the ranks. Nothing is
-    done if ``held`` is no DTensor or requires no gradient.
+    done if ``tensor`` is no DTensor or requires no gradient.
     """
-    if is_dtensor(held) and held.requires_grad:
-        held.register_hook(lambda gradient: compat_dtensor.placed_as(gradient, held))
+    if is_dtensor(tensor) and tensor.requires_grad:
+        tensor.register_hook(lambda gradient: compat_dtensor.placed_as(gradient, tensor))
 
 
 def check_clipping(graph: fx.Graph, parameters: Mapping[str, torch.Tensor], averaged: Collection[str]) -> None:

@@ -196,22 +196,22 @@ class Slot:
     name: str
     inside: bool = True
 
-    def now(self, known: dict[int, object] | None = None) -> object:
+    def now(self, cache: dict[int, object] | None = None) -> object:
         """Return a hashable key of its present value; an attribute that is missing has a key as well.
 
         Args:
-            known: cache that several slots share: identity of a value to its key. The call adds a new value. None for
+            cache: shared by several slots: identity of a value to its key. The call adds a new value. None for
                 no cache.
         """
         owner = self.owner()
         value = owner.__dict__.get(self.name, _ABSENT) if owner is not None else _ABSENT
         if not self.inside:
             return _identity(value)
-        if known is None:
+        if cache is None:
             return _in_full(value)
-        if id(value) not in known:
-            known[id(value)] = _in_full(value)
-        return known[id(value)]
+        if id(value) not in cache:
+            cache[id(value)] = _in_full(value)
+        return cache[id(value)]
 
 
 _ABSENT = object()
@@ -220,20 +220,20 @@ _ABSENT = object()
 class Reads:
     """The attributes of modules that one trace has read, and the values that they had when the trace read them first.
 
-    ``known`` are modules that :func:`of_modules` describes: their plain attributes are not noted.
+    ``described`` are modules that :func:`of_modules` describes: their plain attributes are not noted.
     """
 
-    def __init__(self, known: Sequence[nn.Module]) -> None:
-        """``known``: modules that :func:`of_modules` describes: their plain attributes are not noted again here."""
-        self._known = {id(module) for module in known}
+    def __init__(self, described: Sequence[nn.Module]) -> None:
+        """``described``: modules that :func:`of_modules` describes: their plain attributes are not noted again here."""
+        self._known = {id(module) for module in described}
         self._found: dict[tuple[int, str], tuple[Slot, object]] = {}
         self._read: set[tuple[int, str]] = set()
         self._written: set[tuple[int, str]] = set()
 
     def hold(self) -> bool:
         """Whether every attribute has the value that the trace read; those of modules that are gone do not count."""
-        known: dict[int, object] = {}
-        return all(slot.owner() is None or slot.now(known) == before for slot, before in self._found.values())
+        cache: dict[int, object] = {}
+        return all(slot.owner() is None or slot.now(cache) == before for slot, before in self._found.values())
 
     def read(self, module: nn.Module, name: str) -> None:
         """Note that the trace reads attribute ``name`` of ``module``, and which value it finds at the first read.
@@ -272,21 +272,21 @@ class Reads:
         """
         for key, (slot, before) in self._found.items():
             if key not in self._written and slot.now() != before:
-                known = Slot(slot.owner, slot.name, inside=False)
-                self._found[key] = known, known.now()
+                by_identity = Slot(slot.owner, slot.name, inside=False)
+                self._found[key] = by_identity, by_identity.now()
 
 
 @contextlib.contextmanager
-def followed(known: Sequence[nn.Module]) -> Iterator[Reads]:
+def followed(described: Sequence[nn.Module]) -> Iterator[Reads]:
     """Context manager: note the attributes of modules that this thread reads and sets inside.
 
-    For that time, access to attributes is replaced in :class:`torch.nn.Module` itself. ``known`` are modules that
+    For that time, access to attributes is replaced in :class:`torch.nn.Module` itself. ``described`` are modules that
     :func:`of_modules` describes: their plain attributes are not noted.
 
     Yields:
         The notes, complete once the context is left without an error.
     """
-    reads = Reads(known)
+    reads = Reads(described)
     with _watched(reads.read, reads.write):
         yield reads
     reads.end()
@@ -402,16 +402,16 @@ def _record(value: Any, depth: int, seen: Seen) -> object:
 def _attributes_in(value: object) -> dict[str, Any]:
     """Attributes that an object itself holds, in its ``__dict__`` and in its ``__slots__``, by name."""
     try:
-        found = dict(object.__getattribute__(value, "__dict__"))
+        attributes = dict(object.__getattribute__(value, "__dict__"))
     except (AttributeError, TypeError):
-        found = {}
+        attributes = {}
     for kind in type(value).__mro__:
         if "__slots__" in kind.__dict__:
             for name, member in kind.__dict__.items():
                 if isinstance(member, types.MemberDescriptorType):
                     with contextlib.suppress(AttributeError):  # nothing has been put there yet
-                        found[name] = member.__get__(value)
-    return found
+                        attributes[name] = member.__get__(value)
+    return attributes
 
 
 # -- functions as parts of a key ------------------------------------------------------------------------
@@ -441,8 +441,8 @@ def _function(value: Any, seen: Seen, *, inside: bool = True) -> object:
     named = [(name, value.__globals__.get(name, _ABSENT)) for name in _names(value.__code__)]
     named += zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
     named += [("", default) for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())]
-    found = [(name, item) for name, item in named if isinstance(item, NAMED) or seen.note(item)]
-    return Same(value), tuple((name, _named(item, seen, inside=inside)) for name, item in found)
+    variables = [(name, item) for name, item in named if isinstance(item, NAMED) or seen.note(item)]
+    return Same(value), tuple((name, _named(item, seen, inside=inside)) for name, item in variables)
 
 
 def _partial(value: functools.partial[Any], seen: Seen, *, inside: bool) -> object:
@@ -450,10 +450,10 @@ def _partial(value: functools.partial[Any], seen: Seen, *, inside: bool) -> obje
     if id(value) in seen.functions:
         return Same(value)
     seen.functions.add(id(value))
-    held = [*enumerate(value.args), *value.keywords.items()]
+    bound = [*enumerate(value.args), *value.keywords.items()]
     arguments = tuple(
         (place, _named(item, seen, inside=inside), _described(item, DEEP - 1, seen) if seen.note(item) else None)
-        for place, item in held
+        for place, item in bound
     )
     return "partial", _called(value.func, seen, inside=inside), arguments
 
@@ -513,7 +513,7 @@ def _read_of_objects(seen: Seen) -> dict[Place, object]:
 
     A method that is named of an object counts, with what it names in turn; so does ``__call__``.
     """
-    found: dict[Place, object] = {}
+    keys: dict[Place, object] = {}
     looked: set[tuple[int, int]] = set()
     while True:
         extent = len(seen.names), len(seen.objects)
@@ -522,23 +522,23 @@ def _read_of_objects(seen: Seen) -> dict[Place, object]:
                 continue
             looked.add((id(owner), extent[0]))
             for name, value in _attributes_of(owner, seen.names):
-                if (id(owner), name) not in found:
-                    found[id(owner), name] = _named(value, seen, inside=True)
+                if (id(owner), name) not in keys:
+                    keys[id(owner), name] = _named(value, seen, inside=True)
         if extent == (len(seen.names), len(seen.objects)):
-            return found
+            return keys
 
 
 def _attributes_of(owner: object, names: Mapping[str, None]) -> list[tuple[str, object]]:
     """Return the attributes of an object that have one of ``names``: its own, and what its classes have for all."""
     own = _attributes_in(owner)
-    found = [(name, value) for name, value in own.items() if name in names]
+    attributes = [(name, value) for name, value in own.items() if name in names]
     if isinstance(owner, types.ModuleType):
-        return found
+        return attributes
     for kind in type(owner).__mro__:
         if not _is_installed(sys.modules.get(kind.__module__)):
             shared = (name for name in kind.__dict__ if (name in names or name == "__call__") and name not in own)
-            found += [(name, value) for name in shared for value in _attribute(kind, name)]
-    return found
+            attributes += [(name, value) for name in shared for value in _attribute(kind, name)]
+    return attributes
 
 
 def _is_watched(value: object) -> bool:
@@ -586,7 +586,7 @@ def _words(code: types.CodeType) -> Iterator[str]:
 
 def _read_by(code: types.CodeType, instructions: tuple[str, ...]) -> tuple[str, ...]:
     """Names that the given instructions of a function and of those inside it have, each once."""
-    mine = [found.argval for found in dis.get_instructions(code) if found.opname in instructions]
+    mine = [instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in instructions]
     inside = [
         name for part in code.co_consts if isinstance(part, types.CodeType) for name in _read_by(part, instructions)
     ]

@@ -61,25 +61,25 @@ class Parameters:
 
 
 def _simple(nonlinearity: Callable[[Tensor], Tensor]) -> Cell:
-    def cell(given: Tensor, state: State, weights: Parameters) -> State:
-        return (nonlinearity(weights.of_hidden(state[0]) + given),)
+    def cell(of_input: Tensor, state: State, weights: Parameters) -> State:
+        return (nonlinearity(weights.of_hidden(state[0]) + of_input),)
 
     return cell
 
 
-def _gru(given: Tensor, state: State, weights: Parameters) -> State:
+def _gru(of_input: Tensor, state: State, weights: Parameters) -> State:
     (hidden,) = state
     width = hidden.size(1)
-    gates_of_input, fresh_of_input = given.split([2 * width, width], 1)
+    gates_of_input, fresh_of_input = of_input.split([2 * width, width], 1)
     gates_of_hidden, fresh_of_hidden = weights.of_hidden(hidden).split([2 * width, width], 1)
     reset, update = (gate.sigmoid() for gate in (gates_of_hidden + gates_of_input).chunk(2, 1))
     fresh = (fresh_of_input + fresh_of_hidden * reset).tanh()
     return ((hidden - fresh) * update + fresh,)
 
 
-def _lstm(given: Tensor, state: State, weights: Parameters) -> State:
+def _lstm(of_input: Tensor, state: State, weights: Parameters) -> State:
     hidden, cell = state
-    gates = (weights.of_hidden(hidden) + given).chunk(4, 1)
+    gates = (weights.of_hidden(hidden) + of_input).chunk(4, 1)
     enter, forget, fresh, leave = gates[0].sigmoid(), gates[1].sigmoid(), gates[2].tanh(), gates[3].sigmoid()
     cell = forget * cell + enter * fresh
     hidden = leave * cell.tanh()

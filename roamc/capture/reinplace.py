@@ -49,13 +49,13 @@ def reinplace(
     return_views_of_inputs(graph.graph, mode, phase)
     values = value_check.check(graph, values, handed_over=True)
     named = {node.name for node in (*output_values(graph.graph), *saved) if node is not None}
-    gone = set(without_copies(graph.graph, mode, named))
+    erased = set(without_copies(graph.graph, mode, named))
     half = Half(graph.graph, mode, phase, named)
     for exchange in (to_callers, to_parts):
         for node in list(graph.graph.nodes):
-            if node.name not in gone:
-                gone.update(exchange(half, node))
-    gone.update(put_at_once(graph.graph, mode, named))
-    for name in gone:
+            if node.name not in erased:
+                erased.update(exchange(half, node))
+    erased.update(put_at_once(graph.graph, mode, named))
+    for name in erased:
         del phase[name]
     value_check.check(graph, values)

@@ -61,15 +61,15 @@ def replicas_of(model: nn.Module) -> list[Replica]:
     """
     check_whole(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = []
+    replicas = []
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             check_settings(module)
             own = [parameter for name, parameter in module.module.named_parameters() if _averaged(module, name)]
-            found.append(Replica(module, frozenset(names[id(parameter)] for parameter in own)))
-    if sum(len(replica.parameters) for replica in found) > len({name for r in found for name in r.parameters}):
+            replicas.append(Replica(module, frozenset(names[id(parameter)] for parameter in own)))
+    if sum(len(replica.parameters) for replica in replicas) > len({name for r in replicas for name in r.parameters}):
         raise CaptureError("a parameter is in two DistributedDataParallel modules; wrap it once")
-    return found
+    return replicas
 
 
 def _averaged(module: DistributedDataParallel, name: str) -> bool:
@@ -122,10 +122,10 @@ def check_settings(module: DistributedDataParallel) -> None:
     Raises:
         CaptureError: names the setting.
     """
-    for said, holds in SETTINGS:
+    for setting, holds in SETTINGS:
         if holds(module):
             raise CaptureError(
-                f"the DistributedDataParallel module {said}, which train_step does not support: leave that out, or "
+                f"the DistributedDataParallel module {setting}, which train_step does not support: leave that out, or "
                 "use roamc.optimize(model) before it is wrapped"
             )
 
@@ -221,13 +221,13 @@ def average(
             "each other: let every step of a DistributedDataParallel module use the same parameters"
         )
     means: dict[tuple[fx.Node, str], fx.Node] = {}
-    found = dict(gradients)
+    averaged = dict(gradients)
     for name in order or names:
         key = (gradients[name], owner[name].group)
         if key not in means:
             means[key] = _mean(w, gradients[name], owner[name])
-        found[name] = means[key]
-    return found, tuple(order or names)
+        averaged[name] = means[key]
+    return averaged, tuple(order or names)
 
 
 def _mean(w: Writer, gradient: fx.Node, replica: Replica) -> fx.Node:

@@ -41,17 +41,17 @@ def return_views_of_inputs(graph: fx.Graph, mode: FakeTensorMode, phase: dict[st
         phase: node name to phase, changed in place: new views are added, views without readers are removed.
     """
     copies = {node.args[1]: node for node in graph.nodes if _keeps_writes(node, phase)}
-    made: dict[Any, fx.Node] = {}
+    new_views: dict[Any, fx.Node] = {}
     for output in dict.fromkeys(output_values(graph)):
         for view in _views_of_written(output, copies):
-            if view not in made:
+            if view not in new_views:
                 copy = copies.get(view.args[0])
-                base = made[view.args[0]] if copy is None else copy.args[0]
-                made[view] = _same_view(graph, view, base, base if copy is None else copy, mode)
-                phase[made[view].name] = Phase.FORWARD
-    outputs = tuple(_standing_for(value, made) for value in output_values(graph))
+                base = new_views[view.args[0]] if copy is None else copy.args[0]
+                new_views[view] = _same_view(graph, view, base, base if copy is None else copy, mode)
+                phase[new_views[view].name] = Phase.FORWARD
+    outputs = tuple(_standing_for(value, new_views) for value in output_values(graph))
     output_node(graph).args = (outputs,)
-    for view in reversed([*made, *made.values()]):
+    for view in reversed([*new_views, *new_views.values()]):
         if not view.users:
             graph.erase_node(view)
             del phase[view.name]
@@ -60,15 +60,15 @@ def return_views_of_inputs(graph: fx.Graph, mode: FakeTensorMode, phase: dict[st
 def _same_view(graph: fx.Graph, view: fx.Node, base: Any, after: Any, mode: FakeTensorMode) -> fx.Node:
     """``view`` once more, of ``base``, behind the node ``after``."""
     with graph.inserting_after(after):
-        made = graph.create_node("call_function", view.target, (base, *view.args[1:]), view.kwargs)
-    made.meta = dict(view.meta)
-    made.meta["val"] = derived(made, mode)
-    return made
+        new_view = graph.create_node("call_function", view.target, (base, *view.args[1:]), view.kwargs)
+    new_view.meta = dict(view.meta)
+    new_view.meta["val"] = derived(new_view, mode)
+    return new_view
 
 
-def _standing_for(output: fx.Node | None, made: Mapping[Any, fx.Node]) -> fx.Node | None:
-    """Return the view in ``made`` that stands for ``output``, if it has the same geometry; else ``output``."""
-    view = made.get(output)
+def _standing_for(output: fx.Node | None, new_views: Mapping[Any, fx.Node]) -> fx.Node | None:
+    """Return the view in ``new_views`` that stands for ``output``, if it has the same geometry; else ``output``."""
+    view = new_views.get(output)
     if output is None or view is None:
         return output
     return view if geometry(view.meta["val"]) == geometry(output.meta["val"]) else output
@@ -78,11 +78,11 @@ def _keeps_writes(node: fx.Node, phase: Mapping[str, Phase]) -> bool:
     """Whether ``node`` copies to an input, at the end of forward, what operators that wrote there have made of it."""
     if node.target is not aten.copy_.default or node.users or phase[node.name] is not Phase.FORWARD:
         return False
-    given, value = node.args[:2]
+    entry, value = node.args[:2]
     written = False
     while isinstance(value, fx.Node) and WROTE_OVER in (whole := viewed(value)).meta:
         written, value = True, whole.args[0]
-    return written and isinstance(value, fx.Node) and viewed(value) is given and given.op == "placeholder"
+    return written and isinstance(value, fx.Node) and viewed(value) is entry and entry.op == "placeholder"
 
 
 def _views_of_written(output: fx.Node | None, copies: Mapping[Any, fx.Node]) -> list[fx.Node]:

@@ -31,26 +31,26 @@ def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for memory, group in groups.items() if memory and len(group) > 1)
 
 
-def check_shared(graph: TrainGraph, sources: Sequence[Source], given: Mapping[Source, torch.Tensor]) -> None:
+def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: Mapping[Source, torch.Tensor]) -> None:
     """Refuse a batch tensor that shares memory with another input of the step, if the step writes one of them.
 
     Args:
         graph: of the step.
         sources: one for each of its inputs, in order.
-        given: the live tensors of parameters, buffers and the batch; inputs that are missing here are not looked at.
+        tensors: the live tensors of parameters, buffers and the batch; inputs that are missing here are not looked at.
 
     Raises:
         CaptureError: names both tensors.
     """
-    known = [source for source in sources if source in given]
+    live_sources = [source for source in sources if source in tensors]
     names = written_inputs(graph, operators(graph.graph))
     fed = zip(placeholders(graph.graph), sources, strict=True)
     written = {source for node, source in fed if node.name in names}
-    for group in sharing(given[source] for source in known):
-        mine = sorted((known[position] for position in group), key=lambda source: source.kind != "batch")
+    for group in sharing(tensors[source] for source in live_sources):
+        mine = sorted((live_sources[position] for position in group), key=lambda source: source.kind != "batch")
         if mine[0].kind == "batch" and not written.isdisjoint(mine):
             raise CaptureError(
-                f"{_words(mine[0], given)} shares memory with {_words(mine[1], given)}, and the step writes there; "
+                f"{_words(mine[0], tensors)} shares memory with {_words(mine[1], tensors)}, and the step writes there; "
                 "pass its .clone()"
             )
 
@@ -67,13 +67,13 @@ def check_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch
     Raises:
         CaptureError: names both tensors.
     """
-    taken = [(*_extent(parameter), f"parameter {name!r}", False) for name, parameter in parameters.items()]
+    extents = [(*_extent(parameter), f"parameter {name!r}", False) for name, parameter in parameters.items()]
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.numel() > 1:
-                taken.append((*_extent(value), f"{key!r} of {name!r} in the optimizer's state", True))
+                extents.append((*_extent(value), f"{key!r} of {name!r} in the optimizer's state", True))
     furthest = (0, "", False)
-    for start, end, words, state in sorted(taken):
+    for start, end, words, state in sorted(extents):
         last, other, others = furthest
         if start < last and (state or others):
             mine, beside = (words, other) if state else (other, words)
@@ -107,17 +107,17 @@ def shared_by(error: Exception) -> CaptureError | None:
     """
     if _REFUSED not in str(error):
         return None
-    found = _ALIASED.search(str(error))
-    names = f"{found[1]} and {found[2]}" if found else "two inputs"
+    match = _ALIASED.search(str(error))
+    names = f"{match[1]} and {match[2]}" if match else "two inputs"
     return CaptureError(
         f"{names} share memory that the step writes to, as .data = makes them; let both names hold "
         "one tensor (module.b = module.a), or a view made by an operator"
     )
 
 
-def _words(source: Source, given: Mapping[Source, torch.Tensor]) -> str:
+def _words(source: Source, tensors: Mapping[Source, torch.Tensor]) -> str:
     if source.kind == "batch":
-        return f"a batch tensor of shape {tuple(given[source].shape)}"
+        return f"a batch tensor of shape {tuple(tensors[source].shape)}"
     return f"{source.kind} {source.name!r}"
 
 

@@ -190,10 +190,10 @@ def _trained(request: StepRequest, parameters: dict[str, nn.Parameter]) -> list[
             if parameter.requires_grad:
                 trained.append(names[id(parameter)])
     if not trained:
-        held = any(group["params"] for group in request.optimizer.param_groups)
+        frozen = any(group["params"] for group in request.optimizer.param_groups)
         raise CaptureError(
-            f"the optimizer holds {'frozen parameters only' if held else 'no parameters'}, and a step would change "
-            f"nothing: {'set requires_grad_(True), or ' if held else ''}make the optimizer from model.parameters()"
+            f"the optimizer holds {'frozen parameters only' if frozen else 'no parameters'}, and a step would change "
+            f"nothing: {'set requires_grad_(True), or ' if frozen else ''}make the optimizer from model.parameters()"
         )
     return trained
 
@@ -220,8 +220,8 @@ class _Trace:
 
     def run(self, mode: compat.FakeTensorMode) -> fx.GraphModule:
         device = self.request.device or torch.device("cpu")
-        held = [*self.parameters.values(), *self.buffers.values()]
-        fakes = [compat.fake_parameter(mode, part_of(tensor), device) for tensor in held]
+        reals = [*self.parameters.values(), *self.buffers.values()]
+        fakes = [compat.fake_parameter(mode, part_of(tensor), device) for tensor in reals]
         fakes += [compat.fake_input(mode, part_of(self.request.leaves[i]), device) for i in self.tensor_leaves]
         try:
             with (
@@ -250,31 +250,31 @@ class _Trace:
 
     def _leaves(self, parts: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """What stands for parameters and buffers in the model, and the tensors that autograd gives gradients of."""
-        held, leaves = {}, {}
+        stand_ins, leaves = {}, {}
         for part, (name, real) in zip(parts, {**self.parameters, **self.buffers}.items(), strict=False):
             sharding = self.shardings.get(name)
             if sharding is None:
-                held[name] = leaves[name] = stand_in(part, real)
+                stand_ins[name] = leaves[name] = stand_in(part, real)
             else:
                 leaves[name] = part.detach().requires_grad_(real.requires_grad)
-                held[name] = fully_sharded.whole(leaves[name], name, sharding)
-        return held, leaves
+                stand_ins[name] = fully_sharded.whole(leaves[name], name, sharding)
+        return stand_ins, leaves
 
     def _step(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         reals = {**self.parameters, **self.buffers}
-        held, leaves = self._leaves(flat)
-        closures = Closures({id(real): held[name] for name, real in reals.items()})
+        stand_ins, leaves = self._leaves(flat)
+        closures = Closures({id(real): stand_ins[name] for name, real in reals.items()})
         for name, parameter in self.parameters.items():
             if name not in self.shardings:
-                follow_hooks(held[name], parameter, name, closures)
-                place_gradient(held[name])
+                follow_hooks(stand_ins[name], parameter, name, closures)
+                place_gradient(stand_ins[name])
         batch = list(self.request.leaves)
         for index, fake in zip(self.tensor_leaves, flat[len(reals) :], strict=True):
             batch[index] = stand_in(fake, self.request.leaves[index])
         model, required = self.request.model, {name: leaf.requires_grad for name, leaf in leaves.items()}
         with (
             put_back(tuple(model.modules())) as self.changes,
-            torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, held),
+            torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, stand_ins),
             rng_replay.followed(), closures, communication.followed(), followed(self.replicas) as called,
             casts_alone(model),
         ):  # fmt: skip
@@ -282,27 +282,27 @@ class _Trace:
             check_untouched(leaves, required)
             check_loss(loss)
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
-            told = gathered(loss)  # by now: backward begins behind it
+            whole_loss = gathered(loss)  # by now: backward begins behind it
             compat.number_backward(loss)
-            wanted = {name: leaves[name] for name in self.trained}
+            trained = {name: leaves[name] for name in self.trained}
             with user_line.of_backward():
-                found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-            self._write_back(held)  # by now: backward may read what a buffer was
-        check_gradients(wanted, found)
-        self.updated = [name for name, grad in zip(wanted, found, strict=True) if grad is not None]
+                gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            self._write_back(stand_ins)  # by now: backward may read what a buffer was
+        check_gradients(trained, gradients)
+        self.updated = [name for name, grad in zip(trained, gradients, strict=True) if grad is not None]
         check_called(self.replicas, called, self.updated)
-        return [told.detach(), *(part_of(grad) for grad in found if grad is not None)]
+        return [whole_loss.detach(), *(part_of(grad) for grad in gradients if grad is not None)]
 
-    def _write_back(self, held: dict[str, torch.Tensor]) -> None:
+    def _write_back(self, stand_ins: dict[str, torch.Tensor]) -> None:
         """Copy each buffer that the model has assigned anew into the one that it had, so that the change is kept."""
-        for name, now in self.request.model.named_buffers(remove_duplicate=False):
-            before = held.get(name)
-            if before is None or now is before:
+        for name, buffer in self.request.model.named_buffers(remove_duplicate=False):
+            before = stand_ins.get(name)
+            if before is None or buffer is before:
                 continue
-            if now.shape != before.shape or now.dtype != before.dtype:
+            if buffer.shape != before.shape or buffer.dtype != before.dtype:
                 raise CaptureError(f"buffer {name!r} changes shape or dtype during the step; keep both fixed")
             with torch.no_grad():
-                before.copy_(now)
+                before.copy_(buffer)
 
 
 def check_loss(loss: object) -> None:
@@ -325,17 +325,17 @@ def check_loss(loss: object) -> None:
         raise CaptureError("the loss does not depend on any parameter that requires grad; nothing to train")
 
 
-def check_gradients(wanted: Mapping[str, torch.Tensor], found: Sequence[torch.Tensor | None]) -> None:
+def check_gradients(parameters: Mapping[str, torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
     """Refuse sparse gradients.
 
     Args:
-        wanted: parameters by name.
-        found: the gradient of each, in the same order; None where there is none.
+        parameters: the parameters, by name.
+        gradients: the gradient of each, in the same order; None where there is none.
 
     Raises:
         CaptureError: names the parameter.
     """
-    for name, grad in zip(wanted, found, strict=True):
+    for name, grad in zip(parameters, gradients, strict=True):
         if grad is not None and grad.layout is not torch.strided:
             raise CaptureError(f"the gradient of {name} is sparse; train_step needs nn.Embedding(sparse=False)")
 
@@ -381,9 +381,9 @@ class _Assembly:
             grads, reduced = average(writer, grads, self.traced.replicas, self.request.reduced)
             writer.current = Phase.UPDATE
             for name, grad in self._clip(writer, grads).items():
-                known = set(writer.phase)
+                earlier = set(writer.phase)
                 self.rule.write(writer, parameters[name], grad, *feeds[name], groups[name])
-                waits.update((node, grads[name].name) for node in writer.phase if node not in known)
+                waits.update((node, grads[name].name) for node in writer.phase if node not in earlier)
         end.args = ((loss,),)
         graph.set_codegen(fx.graph.CodeGen())
         self.module.recompile()
@@ -421,11 +421,11 @@ class _Assembly:
     def _groups(self) -> dict[str, dict[str, Any]]:
         """Parameter name to its group, with its number under "index"."""
         names = {id(parameter): name for name, parameter in self.traced.parameters.items()}
-        found = {}
+        groups = {}
         for index, group in enumerate(self.request.optimizer.param_groups):
             for parameter in group["params"]:
-                found[names[id(parameter)]] = {**group, "index": index}
-        return found
+                groups[names[id(parameter)]] = {**group, "index": index}
+        return groups
 
     def _add_inputs(
         self, graph: fx.Graph, last: fx.Node, groups: dict[str, dict[str, Any]]
@@ -490,8 +490,8 @@ class _Assembly:
     def _notes(self, gradients: list[fx.Node]) -> tuple[str, ...]:
         if self.request.clip_grad_norm is None:
             return ()
-        held = {id(node): node.meta["val"].numel() * node.meta["val"].itemsize for node in gradients}
-        return (f"clip_grad_norm holds all gradients ({format_bytes(sum(held.values()))}) until the norm is known",)
+        sizes = {id(node): node.meta["val"].numel() * node.meta["val"].itemsize for node in gradients}
+        return (f"clip_grad_norm holds all gradients ({format_bytes(sum(sizes.values()))}) until the norm is known",)
 
 
 def cohort_of(
@@ -542,10 +542,10 @@ def _bare(module: fx.GraphModule) -> TrainGraph:
 
 
 def _flat(end: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(end.args[0], found.append)
+    nodes: list[fx.Node] = []
+    fx.map_arg(end.args[0], nodes.append)
     flat = end.args[0]
-    if isinstance(flat, list | tuple) and len(flat) != len(found):
+    if isinstance(flat, list | tuple) and len(flat) != len(nodes):
         raise CaptureError("tracing lost a gradient; please report this model")
     return list(flat)  # type: ignore[arg-type]
 

@@ -277,10 +277,10 @@ def unmatched(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     names = [name for name, _ in model.named_modules()]
     patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
     return {
-        wanted: f"no layer of {type(model).__name__} has a name like {wanted!r}, which the tensor-parallel plan "
-        f"splits{nearest(wanted, patterns)}"
-        for wanted in plan
-        if not any(map(_pattern(wanted).fullmatch, names))
+        pattern: f"no layer of {type(model).__name__} has a name like {pattern!r}, which the tensor-parallel plan "
+        f"splits{nearest(pattern, patterns)}"
+        for pattern in plan
+        if not any(map(_pattern(pattern).fullmatch, names))
     }
 
 
@@ -314,8 +314,8 @@ def _planned(model: nn.Module, plan: Mapping[str, str], ranks: int) -> Iterator[
         if word is None or word in LEFT_WHOLE:
             continue
         if word not in WORDS and word != WITH_SUM:
-            known = ", ".join((*WORDS, WITH_SUM, *LEFT_WHOLE))
-            raise OptionError(f"the tensor-parallel plan says {word!r} of {name}; known are {known}")
+            words = ", ".join((*WORDS, WITH_SUM, *LEFT_WHOLE))
+            raise OptionError(f"the tensor-parallel plan says {word!r} of {name}; known are {words}")
         if word in WORDS and type(layer) is not nn.Linear:
             raise OptionError(f"{name} cannot be split {word}: it is a {type(layer).__name__}, and not an nn.Linear")
         if WORDS.get(word) != (Columns, True) or (layer.out_features % ranks == 0 and not _shares(model, layer)):

@@ -65,5 +65,5 @@ def of_backward() -> Iterator[None]:
 
 def _line_of(graph: fx.Graph, number: int) -> str:
     """The user's line of the first operator that has this ``seq_nr``; empty if none is known."""
-    made = (node for node in graph.nodes if node.meta.get("seq_nr") == number)
-    return next((line for node in made if (line := source_line(node))), "")
+    nodes = (node for node in graph.nodes if node.meta.get("seq_nr") == number)
+    return next((line for node in nodes if (line := source_line(node))), "")

@@ -49,7 +49,7 @@ def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]
     """
     sharing = Sharing(graph, mode)
     places = sharing.places
-    gone: list[str] = []
+    erased: list[str] = []
     writes = [(places[node], storage) for node in graph.nodes for storage in addresses(ops.mutated_arguments(node))]
 
     def is_written(storage: int, first: fx.Node, readers: Iterable[fx.Node]) -> bool:
@@ -71,8 +71,8 @@ def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]
             if any(other.name in named for other, _ in lying) or any(written in own for _, written in writes):
                 continue
             if not is_written(storage, node, [reader for other, _ in lying for reader in other.users]):
-                gone += _erased(sharing, node)
-    return gone
+                erased += _erased(sharing, node)
+    return erased
 
 
 def _let_expand(sharing: Sharing, copy: fx.Node, source: fx.Node) -> None:
@@ -101,10 +101,10 @@ def put_at_once(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -
     Returns:
         Names of the erased scatters.
     """
-    gone: list[str] = []
+    erased: list[str] = []
     written = {storage for node in graph.nodes for storage in addresses(ops.mutated_arguments(node))}
     for node in list(graph.nodes):
-        if ops.rule(node.target).part is None or node.kwargs or node.name in gone:
+        if ops.rule(node.target).part is None or node.kwargs or node.name in erased:
             continue
         *inner, last = until_whole(node, mode)
         whole: Any = last.args[0]
@@ -117,8 +117,8 @@ def put_at_once(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]) -
         last.target, last.args = aten.as_strided_scatter.default, (whole, value, *place)
         for scatter in reversed(inner):
             graph.erase_node(scatter)
-        gone += [scatter.name for scatter in inner]
-    return gone
+        erased += [scatter.name for scatter in inner]
+    return erased
 
 
 def _is_alone(whole: fx.Node, scatter: fx.Node) -> bool:
