@@ -106,7 +106,7 @@ def check_call(
     loss_fn: Callable[..., object],
     batch: tuple[object, ...],
     named: Mapping[str, object],
-    given: str = "what the step is called with",
+    origin: str = "what the step is called with",
 ) -> None:
     """Refuse a batch that does not fit the signature of a loss function; without a signature nothing is refused.
 
@@ -114,7 +114,7 @@ def check_call(
         loss_fn: called as ``loss_fn(model, *batch, **named)``.
         batch: positional arguments behind the model.
         named: keyword arguments.
-        given: where the batch comes from, in words.
+        origin: where the batch comes from, in words.
 
     Raises:
         CaptureError: says how ``loss_fn`` is called, and for a module such as ``nn.MSELoss()`` how to wrap it.
@@ -126,13 +126,13 @@ def check_call(
         advice = (
             f"write lambda model, x, y: {name}()(model(x), y)"
             if criterion
-            else f"its arguments are the model and {given}"
+            else f"its arguments are the model and {origin}"
         )
         call = _call(name, ("model", *("..." for _ in batch)), named)
         raise CaptureError(f"the loss function is called as {call}, which does not fit: {misfit}; {advice}")
 
 
-def check_forward(model: nn.Module, batch: Sequence[object], named: Mapping[str, object], given: str) -> None:
+def check_forward(model: nn.Module, batch: Sequence[object], named: Mapping[str, object], origin: str) -> None:
     """Refuse inputs that ``model.forward`` cannot be called with.
 
     A model passes whose hooks or whose ``__call__`` may give forward other arguments, or whose signature nobody knows.
@@ -141,7 +141,7 @@ def check_forward(model: nn.Module, batch: Sequence[object], named: Mapping[str,
         model: called with the inputs.
         batch: positional arguments.
         named: keyword arguments.
-        given: where the inputs come from, in words.
+        origin: where the inputs come from, in words.
 
     Raises:
         CaptureError: says how it is called, and why that does not fit.
@@ -156,7 +156,7 @@ def check_forward(model: nn.Module, batch: Sequence[object], named: Mapping[str,
     one = len(batch) == 1 and isinstance(batch[0], list | tuple)
     advice = "; a tuple or a list is one argument, *inputs are as many as it holds" if one else ""
     raise CaptureError(
-        f"the model is called as {call}, which does not fit: {misfit}; its arguments are {given}{advice}"
+        f"the model is called as {call}, which does not fit: {misfit}; its arguments are {origin}{advice}"
     )
 
 

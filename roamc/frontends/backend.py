@@ -116,7 +116,7 @@ class Record:
     def remove(self, program: Pair | Whole) -> None:
         """Take ``program`` off ``programs``; nothing happens if it is not there."""
         with self._lock.now:
-            self.programs = [kept for kept in self.programs if kept is not program]
+            self.programs = [other for other in self.programs if other is not program]
 
     @property
     def plans(self) -> list[Plan]:
@@ -325,9 +325,9 @@ def _failed(
     record: weakref.ref[Record], about: weakref.ref[Any], name: str, options: Options, error: Exception
 ) -> None:
     """Note and warn that a program has failed while it ran; weak references, as the record holds the programs."""
-    held = record()
-    if held is not None:
-        held.fallbacks.append(reason_of(error))
+    live_record = record()
+    if live_record is not None:
+        live_record.fallbacks.append(reason_of(error))
     warn_of_failure(about(), name, options, error)
 
 

@@ -105,14 +105,14 @@ class BoundStep:
 
         None if the parameters of one number no longer have equal cohorts, as may be after loading a checkpoint.
         """
-        found: dict[int, Cohort] = {}
+        cohorts: dict[int, Cohort] = {}
         for name, number in self.cohort.items():
             slot, key = self.parameters[name]
             group = self.optimizer.param_groups[self.group[name]]
-            now = cohort_of(self.optimizer, slot[key], group, self.group[name], self.rule)
-            if found.setdefault(number, now) != now:
+            cohort = cohort_of(self.optimizer, slot[key], group, self.group[name], self.rule)
+            if cohorts.setdefault(number, cohort) != cohort:
                 return None
-        return found
+        return cohorts
 
     @contextlib.contextmanager
     def _with_state(self, live: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -174,11 +174,11 @@ def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:
     ]
 
 
-def _equal(before: list[tuple[torch.Tensor, bool]], now: list[tuple[torch.Tensor, bool]]) -> bool:
+def _equal(before: list[tuple[torch.Tensor, bool]], latest: list[tuple[torch.Tensor, bool]]) -> bool:
     """Whether two lists of :func:`_constants` hold the same tensors, or equal ones made by tracing."""
-    return len(before) == len(now) and all(
+    return len(before) == len(latest) and all(
         one is other or (fresh and also and torch.equal(_bytes(one), _bytes(other)))
-        for (one, fresh), (other, also) in zip(before, now, strict=True)
+        for (one, fresh), (other, also) in zip(before, latest, strict=True)
     )
 
 
@@ -201,13 +201,13 @@ def _slots(model: nn.Module, kind: str) -> dict[str, tuple[dict[str, Any], str]]
 
     ``kind`` is ``"_parameters"`` or ``"_buffers"``.
     """
-    found = {}
+    slots = {}
     for prefix, module in model.named_modules():
         own = getattr(module, kind)
         for key, value in own.items():
             if value is not None:
-                found[f"{prefix}.{key}" if prefix else key] = (own, key)
-    return found
+                slots[f"{prefix}.{key}" if prefix else key] = (own, key)
+    return slots
 
 
 @contextlib.contextmanager

@@ -137,10 +137,10 @@ class BySize:
         return tuple(_number(args[i]) for i in self._numbers), tuple(_geometry(args[i]) for i in self._open), shared
 
     def _build(self, args: Sequence[Any]) -> Compiled:
-        known = {i: _number(args[i]) for i in self._numbers}
+        input_numbers = {i: _number(args[i]) for i in self._numbers}
         total = len(output_values(self._graph.graph))
         try:
-            module, numbers = fixed(self._graph, known)
+            module, numbers = fixed(self._graph, input_numbers)
             with compat_dynamo.compilation([args[i] for i in self._tensors]) as fakes:
                 call, drop = self._compiler.compile_fixed(module, fakes)
         except Exception as error:  # law 8; where planning failed, compile_fixed has fallen back by itself
@@ -149,29 +149,29 @@ class BySize:
         return Compiled(call, drop, numbers, total)
 
 
-def fixed(gm: fx.GraphModule, known: dict[int, Any]) -> tuple[fx.GraphModule, dict[int, Any]]:
+def fixed(gm: fx.GraphModule, input_numbers: dict[int, Any]) -> tuple[fx.GraphModule, dict[int, Any]]:
     """Copy ``gm`` with some inputs replaced by numbers, and compute what follows from numbers alone.
 
     Args:
         gm: a graph of dynamo's.
-        known: maps the position of an input to its number.
+        input_numbers: maps the position of an input to its number.
 
     Returns:
         The copy, without these inputs and without results that are numbers; and these results, by position among all.
     """
     graph = fx.Graph()
-    made: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
     position = 0
     for node in gm.graph.nodes:
         if node.op == "output":
             break
         if node.op == "placeholder":
             position += 1
-            if position - 1 in known:
-                made[node] = known[position - 1]
+            if position - 1 in input_numbers:
+                values[node] = input_numbers[position - 1]
                 continue
-        made[node] = _folded(node, made) if _is_arithmetic(node, made) else _copied(graph, node, made)
-    results = [made[node] if isinstance(node, fx.Node) else node for node in output_values(gm.graph)]
+        values[node] = _folded(node, values) if _is_arithmetic(node, values) else _copied(graph, node, values)
+    results = [values[node] if isinstance(node, fx.Node) else node for node in output_values(gm.graph)]
     graph.output(tuple(result for result in results if isinstance(result, fx.Node)))
     numbers = {i: result for i, result in enumerate(results) if not isinstance(result, fx.Node)}
     return compat_dynamo.dynamo_module(gm, graph), numbers
@@ -182,20 +182,20 @@ def _owned(gm: fx.GraphModule) -> fx.GraphModule:
     return fixed(gm, {})[0]
 
 
-def _copied(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any]) -> fx.Node:
-    copy = graph.node_copy(node, made.__getitem__)
+def _copied(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:
+    copy = graph.node_copy(node, values.__getitem__)
     copy.meta.pop("unbacked_bindings", None)  # sizes that depend on data get other symbols
     compat_dynamo.keep_source(copy, node)
     return copy
 
 
-def _is_arithmetic(node: fx.Node, made: dict[fx.Node, Any]) -> bool:
+def _is_arithmetic(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
     """Whether ``node`` computes a number from numbers alone.
 
-    ``made`` maps each input of ``node`` to its number if that is known, else to its copy, a node.
+    ``values`` maps each input of ``node`` to its number if that is known, else to its copy, a node.
     """
     inputs = node.all_input_nodes
-    if not inputs or any(isinstance(made[i], fx.Node) for i in inputs):
+    if not inputs or any(isinstance(values[i], fx.Node) for i in inputs):
         return False
     if node.op == "call_method":  # ``item`` of a number that dynamo handed over as a tensor
         return node.target == "item"
@@ -205,9 +205,9 @@ def _is_arithmetic(node: fx.Node, made: dict[fx.Node, Any]) -> bool:
     return getattr(node.target, "__module__", "") in FOLDED or name.startswith("sym_")
 
 
-def _folded(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
-    args = fx.map_arg(node.args, made.__getitem__)
-    kwargs = fx.map_arg(node.kwargs, made.__getitem__)
+def _folded(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    args = fx.map_arg(node.args, values.__getitem__)
+    kwargs = fx.map_arg(node.kwargs, values.__getitem__)
     if node.op == "call_method":
         return args[0]
     target: Any = node.target

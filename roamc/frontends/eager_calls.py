@@ -47,25 +47,25 @@ def checked(
     return call
 
 
-def _check(model: nn.Module | None, record: Record, options: Options, given: Any, result: Any) -> None:
+def _check(model: nn.Module | None, record: Record, options: Options, call: Any, result: Any) -> None:
     """Warn that a call of ``model`` ran wholly in eager, unless it made no tensor or the user asked for eager.
 
     Args:
         model: the module; None, after which nothing is done, if it is gone.
         record: that of the module; its warning is given once.
         options: what the user set.
-        given: (args, kwargs) of the call.
+        call: (args, kwargs) of the call.
         result: what the call has returned.
 
     Raises:
         CaptureError: in place of the warning, with option ``strict``.
     """
-    if model is None or compat_dynamo.eager_is_asked_for() or torch.jit.is_tracing() or not _made(model, given, result):
+    if model is None or compat_dynamo.eager_is_asked_for() or torch.jit.is_tracing() or not _made(model, call, result):
         return
     planned = record.calls.count > 0
-    what = "a call of the compiled model" if planned else "all of"
+    extent = "a call of the compiled model" if planned else "all of"
     message = (
-        f"torch.compile runs {what} {record.name!r} in eager, and roamc has no part in it"
+        f"torch.compile runs {extent} {record.name!r} in eager, and roamc has no part in it"
         f"{notices.lost_budget(options, 'there')}. TORCH_LOGS=graph_breaks,recompiles says why: "
         + ("torch._dynamo.config.recompile_limit may be reached" if planned else "often a graph break within a loop")
         + "; roamc.train_step may take the model as it is"
@@ -75,7 +75,7 @@ def _check(model: nn.Module | None, record: Record, options: Options, given: Any
     notices.warn(record, f"eager {planned}", f"{message} (options={{'strict': True}} raises)", stacklevel=5)
 
 
-def _made(model: nn.Module, given: Any, result: Any) -> bool:
-    """Whether ``result`` has a tensor that is neither in ``given``, the arguments, nor one of the module's."""
-    held = {id(leaf) for leaf in (*take_apart(given)[0], *model.parameters(), *model.buffers())}
-    return any(isinstance(leaf, torch.Tensor) and id(leaf) not in held for leaf in take_apart(result)[0])
+def _made(model: nn.Module, call: Any, result: Any) -> bool:
+    """Whether ``result`` has a tensor that is neither in ``call``, the arguments, nor one of the module's."""
+    existing = {id(leaf) for leaf in (*take_apart(call)[0], *model.parameters(), *model.buffers())}
+    return any(isinstance(leaf, torch.Tensor) and id(leaf) not in existing for leaf in take_apart(result)[0])

@@ -85,32 +85,32 @@ def max_batch(
     except BudgetError as error:
         why = str(error).removesuffix(SMALLER)
         raise BudgetError(f"not even size {smallest}, the smallest that is tried, fits: {why}", error.plan) from None
-    found = _search(plan_of, Fit(smallest, first, None), largest)
-    if found.size > smallest and found.plan.fingerprint == first.fingerprint:
+    fit = _search(plan_of, Fit(smallest, first, None), largest)
+    if fit.size > smallest and fit.plan.fingerprint == first.fingerprint:
         raise CaptureError(
-            f"the step does not grow with its size: sizes {smallest} and {found.size} give the same one; let the "
+            f"the step does not grow with its size: sizes {smallest} and {fit.size} give the same one; let the "
             "function make the inputs of the size that it is called with"
         )
-    return found
+    return fit
 
 
-def _check_size(name: str, given: object, least: int) -> None:
-    if not isinstance(given, int) or isinstance(given, bool) or given < least:
-        raise OptionError(f"{name} must be a whole number, at least {least}, not {given!r}")
+def _check_size(name: str, size: object, least: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < least:
+        raise OptionError(f"{name} must be a whole number, at least {least}, not {size!r}")
 
 
 def _captured(returned: Any, forward_backward: bool) -> TrainGraph:
     """The captured graph of what the user's function has returned, named after the model's class."""
-    found = workload.made("", returned)
-    leaves, _ = compat.flatten(found.batch)
+    unnamed = workload.made("", returned)
+    leaves, _ = compat.flatten(unnamed.batch)
     fed = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    held = {parameter.device.type for parameter in found.model.parameters()}
-    if "meta" in fed and held and "meta" not in held:
+    devices = {parameter.device.type for parameter in unnamed.model.parameters()}
+    if "meta" in fed and devices and "meta" not in devices:
         raise CaptureError(
-            f"the inputs are on the meta device, and the model's parameters on {', '.join(sorted(held))}; build the "
+            f"the inputs are on the meta device, and the model's parameters on {', '.join(sorted(devices))}; build the "
             "model inside the function, where tensors are made on the meta device"
         )
-    named = replace(found, name=type(returned[0]).__name__)
+    named = replace(unnamed, name=type(returned[0]).__name__)
     return workload.capture(named, forward_backward=forward_backward)
 
 

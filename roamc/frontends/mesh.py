@@ -139,10 +139,10 @@ def running_split(model: nn.Module, mesh: Mesh, tp_plan: Mapping[str, str] | Non
     except RuntimeError as error:
         if mesh.tp == 1 or isinstance(error, RoamcError):
             raise
-        said = str(error).strip().partition("\n")[0].rstrip(".")
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise OptionError(
             f"{type(model).__name__} does not run with its layers split among {mesh.tp} ranks as the tensor-parallel "
-            f"plan says: {said}. What reads the columns of a colwise layer must be rowwise, or need no more of them"
+            f"plan says: {reason}. What reads the columns of a colwise layer must be rowwise, or need no more of them"
             + "".join(f"; {missing.rstrip('.')}" for missing in unmatched(model, tp_plan or {}).values())
         ) from error
     check_called(model)
@@ -203,10 +203,10 @@ def noted(planned: Planned, mesh: Mesh, layers: Setting | None = None) -> Planne
 def _stage_note(graph: TrainGraph, plan: Plan, mesh: Mesh, layers: int) -> str:
     """What the first stage of a pipeline holds, whose micro-batches are all in flight before a backward (1F1B)."""
     saved = build_memory(graph).saved_bytes
-    held, gradients = sum(plan.fixed_bytes.values()), plan.fixed_bytes.get(Role.PARAMETER.value, 0)
+    fixed, gradients = sum(plan.fixed_bytes.values()), plan.fixed_bytes.get(Role.PARAMETER.value, 0)
     return (
         f"the first of {mesh.pp} stages, {layers // mesh.pp} of {layers} layers, has {mesh.pp} micro-batches in "
         f"flight, of which each saves {format_bytes(saved)}: it needs {format_bytes(plan.needed_bytes)}, which a "
-        f"budget limits, and {format_bytes(plan.needed_bytes + held + gradients)} with what is fixed and the sums of "
+        f"budget limits, and {format_bytes(plan.needed_bytes + fixed + gradients)} with what is fixed and the sums of "
         f"{format_bytes(gradients)} of gradients; roamc runs no pipeline"
     )

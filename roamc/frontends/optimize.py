@@ -170,9 +170,9 @@ def _plan_on(
     with mesh.planned_for():
         part, its_optimizer = part_of(model, optimizer, mesh, tp_plan)
         with running_split(part, mesh, tp_plan):
-            found = planned(part, *batch, optimizer=its_optimizer)
-    check_tokens(found)
-    return dataclasses.replace(found, notes=(*found.notes, *notes_on(part, mesh, tp_plan)))
+            rank_plan = planned(part, *batch, optimizer=its_optimizer)
+    check_tokens(rank_plan)
+    return dataclasses.replace(rank_plan, notes=(*rank_plan.notes, *notes_on(part, mesh, tp_plan)))
 
 
 def _parted(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

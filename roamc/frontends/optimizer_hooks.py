@@ -44,29 +44,29 @@ def check_step_method(optimizer: torch.optim.Optimizer) -> None:
 
 
 def run_before(
-    hooks: Sequence[Hook], optimizer: torch.optim.Optimizer, held: Parameters, parameters: Parameters
+    hooks: Sequence[Hook], optimizer: torch.optim.Optimizer, tensors: Parameters, parameters: Parameters
 ) -> None:
     """Run the pre-hooks of an optimizer's step, with gradients that cannot be read.
 
     Args:
         hooks: the hooks, in their order.
         optimizer: the optimizer that they are called with.
-        held: parameters and buffers, by name, that hooks must not write.
-        parameters: those of ``held`` that the step updates.
+        tensors: parameters and buffers, by name, that hooks must not write.
+        parameters: those of ``tensors`` that the step updates.
 
     Raises:
-        CaptureError: a hook writes to a tensor of ``held``, reads or sets a gradient, or gives the step other
+        CaptureError: a hook writes to one of ``tensors``, reads or sets a gradient, or gives the step other
             arguments.
         RuntimeError: a hook returns neither None nor ``(args, kwargs)``.
     """
-    before = _marks(held)
+    before = _marks(tensors)
     with _gradients_absent(parameters), _DataCounted():
         _run_each(hooks, optimizer)
         assigned = [
             name for name, tensor in parameters.items() if not isinstance(tensor.grad, compat_hooks.AbsentGradient)
         ]
-    now = _marks(held)
-    written = [name for name in held if before[name] != now[name]]
+    after = _marks(tensors)
+    written = [name for name in tensors if before[name] != after[name]]
     who = f"a step pre-hook of the optimizer ({', '.join(map(name_of, hooks))})"
     if assigned:
         raise CaptureError(
@@ -137,7 +137,7 @@ class _DataCounted(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _marks(held: Parameters) -> dict[str, tuple[int, int]]:
+def _marks(tensors: Parameters) -> dict[str, tuple[int, int]]:
     """For every tensor a pair that changes when the tensor is written or gets other memory."""
-    parts = {name: part_of(tensor) for name, tensor in held.items()}
+    parts = {name: part_of(tensor) for name, tensor in tensors.items()}
     return {name: (part._version, part.data_ptr()) for name, part in parts.items()}

@@ -273,14 +273,14 @@ class TrainStep:
     def _key(self, leaves: Sequence[Any], nest: Nest) -> tuple[object, ...]:
         modules, parameters = tuple(self.model.modules()), tuple(self.model.parameters())
         buffers = tuple(self.model.buffers())
-        held = tuple(map(geometry, (*parameters, *buffers)))
+        geometries = tuple(map(geometry, (*parameters, *buffers)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return (
             nest.key(),
             tuple(map(describe, leaves)),
             self._loss_key(inside=self._watches_inside),
             python_state.of_modules(modules),
-            held,
+            geometries,
             sharing((*parameters, *buffers, *tensors)),
             _ties(modules),
             python_state.of_torch(),
@@ -316,8 +316,8 @@ class TrainStep:
         Returns:
             The program, and what its :meth:`roamc.frontends.bound_step.BoundStep.cohorts_now` returns.
         """
-        asked = self._key(leaves, nest)
-        key = next((known for known in reversed(self._steps) if known.asked == asked and known.reads.hold()), None)
+        current = self._key(leaves, nest)
+        key = next((entry for entry in reversed(self._steps) if entry.asked == current and entry.reads.hold()), None)
         bound = self._steps[key] if key is not None else None
         cohorts = bound.cohorts_now() if bound is not None else None
         if key is None or bound is None or cohorts is None:
@@ -328,7 +328,7 @@ class TrainStep:
             except Exception as error:
                 ranks.give_up(error)
                 raise
-            fresh = _Key((*asked[:LOSS], self._unwritten(outside, inside), *asked[LOSS + 1 :]), reads)
+            fresh = _Key((*current[:LOSS], self._unwritten(outside, inside), *current[LOSS + 1 :]), reads)
             if key is not None:
                 del self._steps[key]
             key, self._steps[fresh] = fresh, bound
@@ -353,9 +353,9 @@ class TrainStep:
         check_shared(captured.graph, captured.sources, _given(captured.sources, self.model, leaves))
         meeting = self._meeting(captured)
         self._agree(captured, meeting)
-        known = self._known(captured)
-        if known is not None:  # forward has set an attribute to what it keeps, or a layer is another of the same kind
-            return BoundStep(request, captured, self._rule, known.whole, known.plan), reads
+        earlier = self._known(captured)
+        if earlier is not None:  # forward has set an attribute to what it keeps, or a layer is another of the same kind
+            return BoundStep(request, captured, self._rule, earlier.whole, earlier.plan), reads
         with _refused(captured.graph.name):
             groups = together.groups_of(captured.graph, self.options, meeting)
             planned = together.run(captured.graph, self.options, meeting)
@@ -402,8 +402,8 @@ class TrainStep:
                 "neither adds to .grad nor uses it. To accumulate over several batches, sum their losses in loss_fn",
             )
 
-    def _warn_of_many(self, before: _Key, now: _Key) -> None:
-        batch = before.batch != now.batch
+    def _warn_of_many(self, before: _Key, latest: _Key) -> None:
+        batch = before.batch != latest.batch
         notices.warn(
             self.model,
             "max_plans",
@@ -505,9 +505,9 @@ def _given(sources: Sequence[Source], model: nn.Module, leaves: Sequence[Any]) -
 
     Optimizer state and scalars are left out.
     """
-    held: dict[str, dict[str, torch.Tensor]] = {
+    by_kind: dict[str, dict[str, torch.Tensor]] = {
         "parameter": dict(model.named_parameters()),
         "buffer": dict(model.named_buffers()),
     }
-    found = {source: held[source.kind][source.name] for source in sources if source.kind in held}
-    return found | {source: leaves[source.index] for source in sources if source.kind == "batch"}
+    tensors = {source: by_kind[source.kind][source.name] for source in sources if source.kind in by_kind}
+    return tensors | {source: leaves[source.index] for source in sources if source.kind == "batch"}

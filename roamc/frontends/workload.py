@@ -128,8 +128,8 @@ def parse_setting(text: str) -> tuple[str, Setting]:
     Raises:
         OptionError: there is no ``=``, or no key.
     """
-    key, found, value = text.partition("=")
-    if not found or not key.strip():
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
         raise OptionError(f"{text!r} is not a setting; write key=value")
     return key.strip().replace("-", "_"), _value(value.strip())
 
@@ -146,21 +146,21 @@ class _Loss(nn.Module):
         return self.loss_fn(self.model, *batch)
 
 
-def _of_mapping(found: Workload, inputs: Mapping[str, Any]) -> Workload:
-    """Return ``found`` changed to pass the dictionary ``inputs`` as its loss function, or else its model, takes it.
+def _of_mapping(workload: Workload, inputs: Mapping[str, Any]) -> Workload:
+    """Return ``workload`` changed to pass the dictionary ``inputs`` as its loss function, or else its model, takes it.
 
     The items are keyword arguments, or the dictionary is the only one. A model that takes both gets keywords; a loss
     function does if a parameter of it has the name of an input.
     """
-    loss_fn = found.loss_fn
+    loss_fn = workload.loss_fn
     if loss_fn is None:
-        forward = found.model.forward
+        forward = workload.model.forward
         by_name = _takes(forward, **inputs) or not _takes(forward, inputs)
-        return replace(found, model=_Keywords(found.model), batch=(dict(inputs),)) if by_name else found
-    one, by_name = _takes(loss_fn, found.model, inputs), _takes(loss_fn, found.model, **inputs)
+        return replace(workload, model=_Keywords(workload.model), batch=(dict(inputs),)) if by_name else workload
+    one, by_name = _takes(loss_fn, workload.model, inputs), _takes(loss_fn, workload.model, **inputs)
     if not by_name or (one and inspect.signature(loss_fn).parameters.keys().isdisjoint(inputs)):
-        return found
-    return replace(found, loss_fn=lambda model, batch: loss_fn(model, **batch), batch=(dict(inputs),))
+        return workload
+    return replace(workload, loss_fn=lambda model, batch: loss_fn(model, **batch), batch=(dict(inputs),))
 
 
 def _takes(function: Callable[..., Any], /, *args: Any, **named: Any) -> bool:
@@ -185,13 +185,13 @@ class _Keywords(nn.Module):
 
 def _check_inputs(workload: Workload) -> None:
     """Refuse inputs that the loss function, or without one the model, cannot be called with."""
-    given = "the inputs that come with the model"
+    origin = "the inputs that come with the model"
     if workload.loss_fn is not None:
-        check_call(workload.loss_fn, workload.batch, {}, given)
+        check_call(workload.loss_fn, workload.batch, {}, origin)
     elif isinstance(workload.model, _Keywords):
-        check_forward(workload.model.model, (), workload.batch[0], given)
+        check_forward(workload.model.model, (), workload.batch[0], origin)
     else:
-        check_forward(workload.model, workload.batch, {}, given)
+        check_forward(workload.model, workload.batch, {}, origin)
 
 
 def _capture_module(workload: Workload) -> TrainGraph:
@@ -219,14 +219,14 @@ def _module(path: Path) -> ModuleType:
 
 
 def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if callable(found):
-        function: Callable[..., Any] = found
+    member = getattr(module, name, None)
+    if callable(member):
+        function: Callable[..., Any] = member
         return function
     if hasattr(module, name):
-        raise OptionError(f"{path}: {name!r} is {_with_article(type(found).__name__)}, not a function")
-    known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    raise OptionError(f"{path} has no function {name!r}{nearest(name, known)}")
+        raise OptionError(f"{path}: {name!r} is {_with_article(type(member).__name__)}, not a function")
+    names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    raise OptionError(f"{path} has no function {name!r}{nearest(name, names)}")
 
 
 def made(name: str, returned: Any, target: str = "the function") -> Workload:
@@ -254,21 +254,21 @@ def made(name: str, returned: Any, target: str = "the function") -> Workload:
     if loss_fn is not None and not callable(loss_fn):
         raise CaptureError(f"{target}: loss_fn is a {type(loss_fn).__name__}, not a function of (model, *inputs)")
     batch = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-    found = Workload(name, model, batch, loss_fn)
+    workload = Workload(name, model, batch, loss_fn)
     if isinstance(inputs, Mapping):
-        found = _of_mapping(found, inputs)
-    return replace(found, optimizer=_factory(target, rest[1])) if len(rest) == 2 else found
+        workload = _of_mapping(workload, inputs)
+    return replace(workload, optimizer=_factory(target, rest[1])) if len(rest) == 2 else workload
 
 
-def _factory(target: str, given: Any) -> OptimizerFactory:
-    if isinstance(given, Optimizer):
-        made: Optimizer = given
-        return lambda parameters: made
-    if not callable(given):
+def _factory(target: str, returned: Any) -> OptimizerFactory:
+    if isinstance(returned, Optimizer):
+        optimizer: Optimizer = returned
+        return lambda parameters: optimizer
+    if not callable(returned):
         raise CaptureError(
-            f"{target}: the optimizer is a {type(given).__name__}, not an optimizer or a way to make one"
+            f"{target}: the optimizer is a {type(returned).__name__}, not an optimizer or a way to make one"
         )
-    factory: OptimizerFactory = given
+    factory: OptimizerFactory = returned
     return factory
 
 
