@@ -30,23 +30,23 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 _FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 
 
-def parse_budget(given: object) -> Budget | None:
+def parse_budget(budget: object) -> Budget | None:
     """Check a budget, and turn a size such as ``"6GiB"`` into bytes; None, shares and names are returned as they are.
 
     Raises:
         OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``.
     """
-    given = given.strip() if isinstance(given, str) else given
-    if given is None or given in ("min", LIGHT, "device"):
-        return given
+    budget = budget.strip() if isinstance(budget, str) else budget
+    if budget is None or budget in ("min", LIGHT, "device"):
+        return budget
     try:
-        share = _SHARE.fullmatch(given) if isinstance(given, str) else None
-        count = float(share.group(1)) if share else _bytes(given)
+        share = _SHARE.fullmatch(budget) if isinstance(budget, str) else None
+        count = float(share.group(1)) if share else _bytes(budget)
         if not count:
-            raise OptionError(f"{given!r} is no room at all; {KINDS}")
+            raise OptionError(f"{budget!r} is no room at all; {KINDS}")
     except OptionError as error:
         raise OptionError(f"memory_budget: {error}") from None
-    return given if share else count  # type: ignore[return-value]
+    return budget if share else count  # type: ignore[return-value]
 
 
 def is_share(budget: Budget | None) -> bool:
@@ -54,15 +54,15 @@ def is_share(budget: Budget | None) -> bool:
     return isinstance(budget, str) and budget.endswith("%")
 
 
-def _bytes(given: object) -> Bytes:
+def _bytes(size: object) -> Bytes:
     """A size; one without a unit is whole."""
-    if isinstance(given, str) and _FRACTION.fullmatch(given):
-        given = float(given)
-    if not isinstance(given, float):
-        return parse_bytes(given, KINDS)  # type: ignore[arg-type]
-    if given.is_integer() and given >= BYTES:
-        return int(given)
-    raise OptionError(f"{given!r} is not a number of bytes; {KINDS}")
+    if isinstance(size, str) and _FRACTION.fullmatch(size):
+        size = float(size)
+    if not isinstance(size, float):
+        return parse_bytes(size, KINDS)  # type: ignore[arg-type]
+    if size.is_integer() and size >= BYTES:
+        return int(size)
+    raise OptionError(f"{size!r} is not a number of bytes; {KINDS}")
 
 
 def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:

@@ -237,8 +237,8 @@ def node_of(tensor: torch.Tensor) -> fx.Node | None:
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
     mode = get_proxy_mode()
-    held = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
-    node: fx.Node | None = held.proxy.node if held is not None else None
+    proxy_tensor = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    node: fx.Node | None = proxy_tensor.proxy.node if proxy_tensor is not None else None
     return node
 
 
@@ -325,14 +325,14 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
     from torch._dynamo import config
 
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
-    held = [module._compiled_call_impl for module in compiled]
+    implementations = [module._compiled_call_impl for module in compiled]
     for module in compiled:
         module._compiled_call_impl = None
     try:
         with config.patch(error_on_nested_fx_trace=False):
             yield
     finally:
-        for module, implementation in zip(compiled, held, strict=True):
+        for module, implementation in zip(compiled, implementations, strict=True):
             module._compiled_call_impl = implementation
 
 
@@ -352,8 +352,8 @@ def backward_of() -> int | None:
 
     None if no backward was being traced.
     """
-    found = fx.traceback.current_meta.get("grad_fn_seq_nr")
-    return int(found[-1]) if found else None
+    numbers = fx.traceback.current_meta.get("grad_fn_seq_nr")
+    return int(numbers[-1]) if numbers else None
 
 
 def fake_parameter(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -376,14 +376,14 @@ def fake_input(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
     """Return what ATen's ``suggest_memory_format`` says of a tensor: channels last, or contiguous."""
-    found: torch.memory_format = suggest_memory_format(tensor)
-    return found
+    memory_format: torch.memory_format = suggest_memory_format(tensor)
+    return memory_format
 
 
 def ordered_strides(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return the strides that ATen's ``TensorIterator`` gives the result of ``operands``, which must have one shape."""
-    found: tuple[int, ...] = compute_elementwise_output_strides(*operands)
-    return found
+    strides: tuple[int, ...] = compute_elementwise_output_strides(*operands)
+    return strides
 
 
 def fake_mode_of(value: object) -> FakeTensorMode | None:
@@ -480,8 +480,8 @@ def on_cpu(target: OpOverload) -> Callable[..., Any]:
     keys = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
     if any(has_kernel(name, key) for key in keys):
         return target
-    found: Callable[..., Any] = decomposition_table.get(target, target)
-    return found
+    implementation: Callable[..., Any] = decomposition_table.get(target, target)
+    return implementation
 
 
 def whole(target: OpOverload) -> Callable[..., Any]:
@@ -526,8 +526,8 @@ def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
 def onednn_takes(dtype: torch.dtype) -> bool:
     """Whether oneDNN has convolutions for bfloat16 or float16 on this machine's processor, as torch decides it."""
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
-    return torch.backends.mkldnn.is_available() and asked is not None and bool(asked())
+    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
+    return torch.backends.mkldnn.is_available() and is_supported is not None and bool(is_supported())
 
 
 def keeps_graph() -> bool:

@@ -46,9 +46,9 @@ def _checkpoints_marked() -> Iterator[None]:
 
     marked = functools.partial(checkpoint.create_selective_checkpoint_contexts, mark, allow_cache_entry_mutation=True)
 
-    def begin(*given: Any, **named: Any) -> Any:
-        given = tuple(marked if value is plain else value for value in given)
-        return run(*given, **{key: marked if value is plain else value for key, value in named.items()})
+    def begin(*args: Any, **named: Any) -> Any:
+        args = tuple(marked if value is plain else value for value in args)
+        return run(*args, **{key: marked if value is plain else value for key, value in named.items()})
 
     with mock.patch.object(checkpoint, name, begin):
         yield
@@ -188,25 +188,25 @@ def forward_backward(
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     leaves, spec = flatten(tuple(batch))
     where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    found: dict[str, Any] = {"outputs": 0, "static": tuple(range(len(names)))}
+    captured: dict[str, Any] = {"outputs": 0, "static": tuple(range(len(names)))}
 
     def call(*flat: torch.Tensor) -> list[torch.Tensor]:
         values = list(leaves)
         for index, tensor in zip(where, flat[len(names) :], strict=True):
             values[index] = tensor
-        held = dict(zip(names, flat, strict=False))
+        tensors = dict(zip(names, flat, strict=False))
         args = unflatten(values, spec)
-        with reparametrized(model, held), mock.patch.object(torch.compiler, "_is_compiling_flag", True):
+        with reparametrized(model, tensors), mock.patch.object(torch.compiler, "_is_compiling_flag", True):
             results, _ = flatten(model(*args) if call_model is None else call_model(model, *args))
         return [result for result in results if isinstance(result, torch.Tensor)]
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        found["outputs"] = how["num_fwd_outputs"]
-        forward, backward = found["halves"] = default_partition(joint, inputs, **how)
+        captured["outputs"] = how["num_fwd_outputs"]
+        forward, backward = captured["halves"] = default_partition(joint, inputs, **how)
         return forward, backward
 
     def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.setdefault("halves", (gm,))
+        captured.setdefault("halves", (gm,))
         return gm
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -226,4 +226,4 @@ def forward_backward(
             call, keep, keep, partition, num_params_buffers=len(names), keep_inference_input_mutations=True,
             inference_compiler=keep,
         )(*fakes)  # fmt: skip
-    return found["halves"], found["outputs"], found["static"]
+    return captured["halves"], captured["outputs"], captured["static"]

@@ -20,8 +20,8 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
 
     The part of a DTensor is the same object at every call, until another is assigned to the DTensor's ``data``.
     """
-    held: Any = tensor
-    part: torch.Tensor = held._local_tensor if is_dtensor(tensor) else tensor
+    dtensor: Any = tensor
+    part: torch.Tensor = dtensor._local_tensor if is_dtensor(tensor) else tensor
     return part
 
 
@@ -43,16 +43,16 @@ def with_part(like: torch.Tensor, part: torch.Tensor, *, requires_grad: bool) ->
 
 def placed_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return DTensor ``tensor`` with the placements of DTensor ``like``; operators of a trace follow it."""
-    held: Any = tensor
+    dtensor: Any = tensor
     model: Any = like
-    placed: torch.Tensor = held.redistribute(model.device_mesh, model.placements)
+    placed: torch.Tensor = dtensor.redistribute(model.device_mesh, model.placements)
     return placed
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a DTensor as a plain tensor, without gradient; another tensor as it is."""
-    held: Any = tensor
-    whole: torch.Tensor = held.detach().full_tensor() if is_dtensor(tensor) else tensor
+    dtensor: Any = tensor
+    whole: torch.Tensor = dtensor.detach().full_tensor() if is_dtensor(tensor) else tensor
     return whole
 
 
@@ -60,9 +60,9 @@ def placement_of(tensor: torch.Tensor) -> object:
     """Return a hashable key of (mesh, placements, shape and strides of this rank's part); None for a plain tensor."""
     if not is_dtensor(tensor):
         return None
-    held: Any = tensor
+    dtensor: Any = tensor
     part = part_of(tensor)
-    return held.device_mesh, held.placements, tuple(part.shape), part.stride()
+    return dtensor.device_mesh, dtensor.placements, tuple(part.shape), part.stride()
 
 
 def split_groups(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -72,20 +72,20 @@ def split_groups(tensor: torch.Tensor) -> tuple[str, ...]:
     """
     if not is_dtensor(tensor):
         return ()
-    held: Any = tensor
-    mesh, placements = held.device_mesh, held.placements
+    dtensor: Any = tensor
+    mesh, placements = dtensor.device_mesh, dtensor.placements
     split = [dim for dim, placement in enumerate(placements) if not placement.is_replicate() and mesh.size(dim) > 1]
     return tuple(str(mesh.get_group(dim).group_name) for dim in split)
 
 
 def is_partial(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor that is a sum, or another reduction, of what the ranks of its mesh hold."""
-    held: Any = tensor
-    return is_dtensor(tensor) and any(placement.is_partial() for placement in held.placements)
+    dtensor: Any = tensor
+    return is_dtensor(tensor) and any(placement.is_partial() for placement in dtensor.placements)
 
 
 def describe(tensor: torch.Tensor) -> str:
     """Return the placements of a DTensor in words, such as ``"(Shard(dim=0),) on a mesh of (2,)"``."""
-    held: Any = tensor
-    sizes: Sequence[int] = tuple(held.device_mesh.shape)
-    return f"{tuple(held.placements)} on a mesh of {sizes}"
+    dtensor: Any = tensor
+    sizes: Sequence[int] = tuple(dtensor.device_mesh.shape)
+    return f"{tuple(dtensor.placements)} on a mesh of {sizes}"

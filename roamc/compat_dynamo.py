@@ -27,11 +27,11 @@ def compiled_module() -> torch.nn.Module | None:
     if frame is None:
         return None
     names = ("self", *frame.f_code.co_varnames[:1])
-    found = [frame.f_locals.get(name) for name in names]
+    candidates = [frame.f_locals.get(name) for name in names]
     if frame.f_code.co_filename == external_utils.__file__:  # around a module of torch's own, such as nn.Sequential
         called = frame.f_locals.get("fn")
-        found.append(getattr(called, "__self__", called))
-    return next((value for value in found if isinstance(value, torch.nn.Module)), None)
+        candidates.append(getattr(called, "__self__", called))
+    return next((value for value in candidates if isinstance(value, torch.nn.Module)), None)
 
 
 def compiled_code() -> object:

@@ -69,10 +69,10 @@ def is_wrapped(module: nn.Module) -> bool:
 def shardings_of(model: nn.Module) -> dict[int, Sharding]:
     """Return the ``id`` of every parameter of ``model`` that ``fully_shard`` holds in parts to how it does."""
     return {
-        id(_live(held)): _sharding(state, group, held, is_root=is_root)
+        id(_live(shard)): _sharding(state, group, shard, is_root=is_root)
         for state, is_root in _states(model)
         for group in _groups(state)
-        for held in group.fsdp_params
+        for shard in group.fsdp_params
     }
 
 
@@ -90,9 +90,11 @@ def settings_of(model: nn.Module) -> Iterator[Mapping[str, bool]]:
                     not kind.startswith("Default") for kind in kinds
                 ),
                 "reduces zeros for unused parameters": bool(getattr(group, "reduce_scatter_unused_params", False)),
-                "keeps its parts on the CPU (CPUOffloadPolicy)": any(held.offload_to_cpu for held in group.fsdp_params),
+                "keeps its parts on the CPU (CPUOffloadPolicy)": any(
+                    shard.offload_to_cpu for shard in group.fsdp_params
+                ),
                 "holds parameters that gather themselves (fsdp_pre_all_gather)": any(
-                    hasattr(part_of(_live(held)), "fsdp_pre_all_gather") for held in group.fsdp_params
+                    hasattr(part_of(_live(shard)), "fsdp_pre_all_gather") for shard in group.fsdp_params
                 ),
             }
 
@@ -161,20 +163,20 @@ def _groups(state: Any) -> list[Any]:
     )
 
 
-def _live(held: Any) -> torch.Tensor:
+def _live(shard: Any) -> torch.Tensor:
     """The parameter that the module has now: ``load_state_dict(assign=True)`` and the like exchange it."""
-    tensor: torch.Tensor = getattr(held._module_info.module, held._module_info.param_name)
+    tensor: torch.Tensor = getattr(shard._module_info.module, shard._module_info.param_name)
     return tensor
 
 
-def _sharding(state: Any, group: Any, held: Any, *, is_root: bool) -> Sharding:
+def _sharding(state: Any, group: Any, shard: Any, *, is_root: bool) -> Sharding:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-    mesh = getattr(held, "mesh_info", group.mesh_info)
+    mesh = getattr(shard, "mesh_info", group.mesh_info)
     parts = getattr(mesh, "shard_process_group", None)
     reduced_by = getattr(mesh, "reduce_scatter_process_group", None) or parts
     copies = getattr(mesh, "replicate_process_group", None)
-    policy, dtype = held.mp_policy, _live(held).dtype
+    policy, dtype = shard.mp_policy, _live(shard).dtype
     whole_dtype = policy.param_dtype if policy.param_dtype is not None and dtype.is_floating_point else dtype
     reduced_in = policy.reduce_dtype or whole_dtype
     before, after, *reductions = _get_gradient_divide_factors(
@@ -188,16 +190,16 @@ def _sharding(state: Any, group: Any, held: Any, *, is_root: bool) -> Sharding:
         reduced_by=_name(reduced_by),
         copies_group=_name(copies),
         copies=_size(copies),
-        dim=held.fsdp_placement.dim,
-        shape=tuple(held._orig_size),
-        rows=held.padded_sharded_param_size[held.fsdp_placement.dim],
+        dim=shard.fsdp_placement.dim,
+        shape=tuple(shard._orig_size),
+        rows=shard.padded_sharded_param_size[shard.fsdp_placement.dim],
         dtype=whole_dtype,
         reduced_in=reduced_in,
         before=before,
         after=after,
         reduction=_reduction(reductions),
         gathered_again=group.post_forward_mesh_info is not None and not kept_by_root,
-        spec=getattr(held, "_unsharded_dtensor_spec", getattr(held, "_tp_spec", None)) if held.is_dtensor else None,
+        spec=getattr(shard, "_unsharded_dtensor_spec", getattr(shard, "_tp_spec", None)) if shard.is_dtensor else None,
     )
 
 

@@ -163,10 +163,10 @@ def exchanged(group_name: Any, text: str, attempt: int) -> list[str | Absent]:
     count = _EXCHANGES.get(group, 0) + 1
     keys = [f"roamc/{count}/{position}" for position in range(ranks)]
     store.set(keys[int(group.rank())], text)
-    gone = [_withdrawn(attempt, count, position) for position in range(ranks)]
-    if not _all_come(store, keys, gone):
-        texts = [_text_or_reason(store, key, why) for key, why in zip(keys, gone, strict=True)]
-        if any(isinstance(found, Absent) for found in texts):
+    withdrawals = [_withdrawn(attempt, count, position) for position in range(ranks)]
+    if not _all_come(store, keys, withdrawals):
+        texts = [_text_or_reason(store, key, why) for key, why in zip(keys, withdrawals, strict=True)]
+        if any(isinstance(answer, Absent) for answer in texts):
             store.delete_key(keys[int(group.rank())])  # else who was missed reads it in its next exchange
             return texts
     _EXCHANGES[group] = count
@@ -201,15 +201,15 @@ def _text_or_reason(store: Any, key: str, why: str) -> str | Absent:
     return Absent(store.get(why).decode() if store.check([why]) else "")
 
 
-def _all_come(store: Any, keys: list[str], gone: Sequence[str]) -> bool:
-    """Wait until all of ``keys`` are there, one of ``gone`` is, or for the store's timeout; return whether all are."""
+def _all_come(store: Any, keys: list[str], withdrawals: Sequence[str]) -> bool:
+    """Wait for all of ``keys``, one of ``withdrawals``, or the store's timeout; return whether all are there."""
     end = time.monotonic() + store.timeout.total_seconds()
     while True:
         left = timedelta(seconds=max(end - time.monotonic(), 0.001))
         try:
             store.wait(keys, min(left, LOOK))
         except RuntimeError:  # it has waited that long
-            if left <= LOOK or any(store.check([key]) for key in gone):
+            if left <= LOOK or any(store.check([key]) for key in withdrawals):
                 return False
         else:
             return True

@@ -103,11 +103,11 @@ class AbsentGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, name: str) -> AbsentGradient:
         """Make one for ``parameter``; ``name`` is the parameter's, for the error message."""
-        made: AbsentGradient = torch.Tensor._make_wrapper_subclass(
+        gradient: AbsentGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
-        made.parameter_name = name
-        return made
+        gradient.parameter_name = name
+        return gradient
 
     parameter_name: str
 

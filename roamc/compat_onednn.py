@@ -84,8 +84,8 @@ def _is_right(product: Product) -> bool:
         product(a, b, fresh, 0.0)
         product(a, b, added, 1.0)
         product(a.expand(2, 5, 24), b.expand(2, 24, 9), batched, 0.0)
-        wanted = a @ b
-        return all(map(torch.equal, (fresh, added, batched), (wanted, wanted + start, wanted.expand(2, 5, 9))))
+        expected = a @ b
+        return all(map(torch.equal, (fresh, added, batched), (expected, expected + start, expected.expand(2, 5, 9))))
 
 
 def _numbers(count: int) -> Tensor:

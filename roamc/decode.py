@@ -38,8 +38,8 @@ def read(kind: type[T], data: object, where: str) -> T:
     """
     fields = {field.name for field in _fields(kind)}
     if not isinstance(data, Mapping) or set(data) != fields:
-        found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-        raise PlanError(f"{where} must have the fields {sorted(fields)}, not {found}")
+        actual = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise PlanError(f"{where} must have the fields {sorted(fields)}, not {actual}")
     hints = _hints(cast(Any, kind))
     return kind(**{name: value(hints[name], data[name], f"{where}: {name}") for name in sorted(fields)})
 

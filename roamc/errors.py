@@ -16,15 +16,15 @@ def way_out(after: str) -> str:
     return f"leave the pass out with options={{'disable': {after!r}}}"
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return the end of an error's sentence: ``"; did you mean 'x'?"`` for the nearest of ``known``, or ``"."``.
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return the end of an error's sentence: ``"; did you mean 'x'?"`` for the nearest of ``names``, or ``"."``.
 
     Args:
         name: the name that is not known.
-        known: those that are.
+        names: those that are.
         cutoff: how near it must be, from 0 to 1, see :func:`difflib.get_close_matches`.
     """
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 

@@ -95,15 +95,15 @@ def _takes_a_frame(frame: FrameType) -> bool:
     names = code.co_varnames[:count]
     if not names or code.co_filename == __file__:
         return False
-    given = frame.f_locals
-    values = [given[name] for name in names if name in given]
+    variables = frame.f_locals
+    values = [variables[name] for name in names if name in variables]
     inner = values[-1] if values and code.co_flags & inspect.CO_VARARGS and isinstance(values[-1], tuple) else ()
     return any(isinstance(value, FrameType) for value in (*values, *inner))
 
 
 def _handlers() -> set[CodeType]:
     """The code of the handlers of signals that are installed and written in Python."""
-    found = set()
+    codes = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
         while isinstance(handler, functools.partial):
@@ -112,8 +112,8 @@ def _handlers() -> set[CodeType]:
             handler = type(handler).__call__
         code = getattr(handler, "__code__", None)
         if isinstance(code, CodeType):
-            found.add(code)
-    return found
+            codes.add(code)
+    return codes
 
 
 def _last(trace: TracebackType | None) -> TracebackType | None:

@@ -22,10 +22,10 @@ _lock = Lock()
 def is_new(about: object, key: str) -> bool:
     """Whether this is the first call with this ``key`` for ``about``, a model or a function; the call is remembered."""
     with _lock.now:
-        said = _said.setdefault(about, set())
-        if key in said:
+        keys = _said.setdefault(about, set())
+        if key in keys:
             return False
-        said.add(key)
+        keys.add(key)
         return True
 
 
@@ -41,13 +41,13 @@ def reason_of(error: Exception) -> str:
     return text.splitlines()[0]
 
 
-def lost_budget(options: Options, what: str = "for this graph") -> str:
+def lost_budget(options: Options, scope: str = "for this graph") -> str:
     """Return the end of a warning about a fallback, which says that the budget is not kept; empty without a budget.
 
-    ``what`` says for what it is not kept, in words.
+    ``scope`` says for what it is not kept, in words.
     """
     budget = options.memory_budget
-    return "" if budget is None else f"; memory_budget={budget!r} IS NOT KEPT {what}"
+    return "" if budget is None else f"; memory_budget={budget!r} IS NOT KEPT {scope}"
 
 
 def warn_of_failure(about: object, name: str, options: Options, error: Exception) -> None:

@@ -91,34 +91,34 @@ class Options:
         return dataclasses.astuple(self)
 
 
-def parse_options(given: Mapping[str, Any] | None) -> Options:
+def parse_options(settings: Mapping[str, Any] | None) -> Options:
     """Check names, types and ranges of user options and return them; None gives the defaults.
 
     Raises:
         OptionError: names the nearest valid option, or the range that was left.
         ProfileError: there is no such profile, or the file is none.
     """
-    if given is not None and not isinstance(given, Mapping):
-        raise OptionError(f"options must be a dict such as {{'memory_budget': 'min'}}, not {given!r}")
-    given = dict(given or {})
-    known = [field.name for field in dataclasses.fields(Options)]
-    for name in given:
-        if name not in known:
-            raise OptionError(_unknown(name, known))
-    if "memory_budget" in given:
-        given["memory_budget"] = parse_budget(given["memory_budget"])
+    if settings is not None and not isinstance(settings, Mapping):
+        raise OptionError(f"options must be a dict such as {{'memory_budget': 'min'}}, not {settings!r}")
+    settings = dict(settings or {})
+    names = [field.name for field in dataclasses.fields(Options)]
+    for name in settings:
+        if name not in names:
+            raise OptionError(_unknown(name, names))
+    if "memory_budget" in settings:
+        settings["memory_budget"] = parse_budget(settings["memory_budget"])
     for name, kind in (("disable", "pass"), ("codecs", "codec")):
-        if name in given:
-            given[name] = _names(name, kind, given[name])
-    options = Options(**given)
+        if name in settings:
+            settings[name] = _names(name, kind, settings[name])
+    options = Options(**settings)
     _check_ranges(options)
     return options
 
 
-def _unknown(name: str, known: list[str]) -> str:
+def _unknown(name: str, names: list[str]) -> str:
     if name == "options":  # as torch.compile takes them
         return "options are keyword arguments here: memory_budget='min' in place of options={'memory_budget': 'min'}"
-    return f"unknown option {name!r}{nearest(name, known, 0.4)} Valid options: {', '.join(known)}"
+    return f"unknown option {name!r}{nearest(name, names, 0.4)} Valid options: {', '.join(names)}"
 
 
 def _names(option: str, kind: str, value: object) -> tuple[str, ...]:
