@@ -203,10 +203,10 @@ class _Torch:
     run: _Run
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(torch, name)
-        if callable(found):
+        attribute = getattr(torch, name)
+        if callable(attribute):
             raise GroupFault(Verdict.UNKNOWN, f"torch.{name} is called")
-        return found
+        return attribute
 
     def empty(self, shape: tuple[int, int], *, dtype: torch.dtype) -> _Piece:
         """Return memory for a value inside."""
@@ -249,9 +249,9 @@ class _Run:
         self.out = _Memory("the result", extent_of(tensor_of(self.last)), place=self.out_place)
         inputs = placeholders(self.body)
         self.operands = [_memory_of(node, at) for node, at in zip(inputs, self.places, strict=True)]
-        made = output_node(self.body).all_input_nodes
+        values = output_node(self.body).all_input_nodes
         over = [self.operands[at] for at in self.writes]
-        self.over = dict(zip(over, made[len(made) - len(over) :], strict=True))  # what is written there in the end
+        self.over = dict(zip(over, values[len(values) - len(over) :], strict=True))  # what is written there in the end
         self.lead = self.out if self.out_place is not None else over[0]
         self.done = np.zeros((len(self.over) + 1, self.total), dtype=bool)
         self.inside: list[_Memory] = []
@@ -274,8 +274,8 @@ class _Run:
             if not done.all() and (name != "the result" or outs):
                 self._fault(Verdict.MISSING, f"row {int(done.argmin())} of {name} is not written")
         if self.row_bytes != self.text.bytes_per_row:
-            said = f"values inside take {self.row_bytes} bytes for each row, and not {self.text.bytes_per_row}"
-            raise GroupFault(Verdict.BYTES, said)
+            detail = f"values inside take {self.row_bytes} bytes for each row, and not {self.text.bytes_per_row}"
+            raise GroupFault(Verdict.BYTES, detail)
 
     def _constant(self, value: Any) -> Any:
         if value is torch:
@@ -310,10 +310,10 @@ class _Run:
         if left is not None:
             raise GroupFault(Verdict.CALL, "is not called", left.name)
         for at, (memory, node) in enumerate(self.over.items() if len(self.blocks) else (), start=1):
-            held = memory.held[0] if memory.held else None
-            if held is not node:
-                said = f"{memory.name} holds {held.name}" if held is not None else f"{memory.name} is left as it is"
-                raise GroupFault(Verdict.MISSING, said, node.name)
+            value = memory.held[0] if memory.held else None
+            if value is not node:
+                detail = f"{memory.name} holds {value.name}" if value is not None else f"{memory.name} is left as it is"
+                raise GroupFault(Verdict.MISSING, detail, node.name)
             if self.done[at, self.rows].any():
                 raise GroupFault(Verdict.TWICE, f"writes a row of {memory.name} twice", node.name)
             self.done[at, self.rows] = True
@@ -331,35 +331,35 @@ class _Run:
         if names is None or len(names) != 1 or not isinstance(keywords.get(names[0]), _Piece):
             self._fault(Verdict.CALL, f"calls {target} and not a form of {operator} that is given a place")
         out: _Piece = keywords[names[0]]
-        rest = {name: value for name, value in keywords.items() if name != names[0]}
-        given = by_name(operator, args, rest)
-        self._check_literals(node, given)
-        pieces = {name: given[name] for name in self.needs[node]}
+        read_keywords = {name: value for name, value in keywords.items() if name != names[0]}
+        passed = by_name(operator, args, read_keywords)
+        self._check_literals(node, passed)
+        pieces = {name: passed[name] for name in self.needs[node]}
         self._check_result(node, pieces, out)
         for name, need in self.needs[node].items():
             self._check_operand(node, name, need, pieces[name])
             self._check_overlap(node, name, need, pieces[name], out)
         self._write(node, out)
 
-    def _check_literals(self, node: fx.Node, given: Mapping[str, Any]) -> None:
+    def _check_literals(self, node: fx.Node, passed: Mapping[str, Any]) -> None:
         """Check all arguments but tensors: equal, but for the dimension, which is the last one of the block."""
         rowwise, names = rows_of(node)
-        wanted = by_name(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
-        for name, value in wanted.items():
+        node_arguments = by_name(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+        for name, value in node_arguments.items():
             if isinstance(value, fx.Node) and is_number(value):
-                if given[name] is not value:
-                    self._fault(Verdict.ARGUMENT, f"{name} is {given[name]!r}, and not {value.name}")
+                if passed[name] is not value:
+                    self._fault(Verdict.ARGUMENT, f"{name} is {passed[name]!r}, and not {value.name}")
             elif isinstance(value, fx.Node):
-                if not isinstance(given[name], _Piece):
-                    self._fault(Verdict.ARGUMENT, f"{name} is {given[name]!r}, and no tensor")
+                if not isinstance(passed[name], _Piece):
+                    self._fault(Verdict.ARGUMENT, f"{name} is {passed[name]!r}, and no tensor")
             elif rowwise.dim is not None and name == names[rowwise.dim]:
-                if not goes_along_last(given[name], 2) or isinstance(given[name], int) is not isinstance(value, int):
-                    self._fault(Verdict.DIMENSION, f"works along {given[name]} of a block")
+                if not goes_along_last(passed[name], 2) or isinstance(passed[name], int) is not isinstance(value, int):
+                    self._fault(Verdict.DIMENSION, f"works along {passed[name]} of a block")
             elif rowwise.keepdim is not None and name == names[rowwise.keepdim]:
-                if given[name] is not True:
+                if passed[name] is not True:
                     self._fault(Verdict.SHAPE, "gives a block without columns")
-            elif not same_literal(given[name], value):
-                self._fault(Verdict.ARGUMENT, f"{name} is {given[name]!r}, and not {value!r}")
+            elif not same_literal(passed[name], value):
+                self._fault(Verdict.ARGUMENT, f"{name} is {passed[name]!r}, and not {value!r}")
 
     # -- what it reads ----------------------------------------------------------------------------------
 
@@ -368,23 +368,23 @@ class _Run:
         memory = piece.memory
         value = memory.held[0] if memory.held else memory.value
         if value is not need.value:
-            held = f"which holds {value.name}" if value is not None else "to which nothing was written"
-            self._fault(Verdict.VALUE, f"{name} is {memory.name}, {held}, and not {need.value.name}")
+            clause = f"which holds {value.name}" if value is not None else "to which nothing was written"
+            self._fault(Verdict.VALUE, f"{name} is {memory.name}, {clause}, and not {need.value.name}")
         if need.whole:
             if (piece.shape, piece.strides, piece.starts.tolist()) != (need.sizes, need.strides, [need.offset]):
                 self._fault(Verdict.ELEMENTS, f"{name} is not the whole {need.value.name}")
             return
         starts, step = self._numbers(node, name, piece)
-        wanted = need.starts[self.rows]
-        wrong = np.argwhere(np.broadcast_to(starts != wanted, self.rows.shape))
+        need_starts = need.starts[self.rows]
+        wrong = np.argwhere(np.broadcast_to(starts != need_starts, self.rows.shape))
         if len(wrong):
             at = tuple(wrong[0])
-            have, want = int(np.broadcast_to(starts, wanted.shape)[at]), int(wanted[at])
-            said = f"{name} in row {self.rows[at]} is {need.value.name} from element {have}, and not from {want}"
-            self._fault(Verdict.ELEMENTS, said)
+            have, want = int(np.broadcast_to(starts, need_starts.shape)[at]), int(need_starts[at])
+            detail = f"{name} in row {self.rows[at]} is {need.value.name} from element {have}, and not from {want}"
+            self._fault(Verdict.ELEMENTS, detail)
         if need.columns > 1 and step != need.step:
-            said = f"columns of {name} lie {step} elements of {need.value.name} apart, and not {need.step}"
-            self._fault(Verdict.ELEMENTS, said)
+            detail = f"columns of {name} lie {step} elements of {need.value.name} apart, and not {need.step}"
+            self._fault(Verdict.ELEMENTS, detail)
 
     def _numbers(self, node: fx.Node, name: str, piece: _Piece) -> tuple[Int64s, int]:
         """The number of the element of its value at which each row of a piece begins, and the step between columns."""
@@ -404,9 +404,9 @@ class _Run:
             self._fault(
                 Verdict.ELEMENTS, f"{name} is another part of {piece.memory.name} than {value.name} was written to"
             )
-        made = self.results[value]
-        numbers = made.starts[self.rows] if row or len(inside) == 1 else made.starts[self.rows[:, :1]]
-        return numbers, made.step if column else 0
+        result = self.results[value]
+        numbers = result.starts[self.rows] if row or len(inside) == 1 else result.starts[self.rows[:, :1]]
+        return numbers, result.step if column else 0
 
     # -- what it writes ---------------------------------------------------------------------------------
 
@@ -425,9 +425,9 @@ class _Run:
             self._fault(Verdict.SHAPE, f"operands of {shapes} do not broadcast")
         if rowwise != Rowwise() and any(len(one) > 1 and one != shape for one in shapes):
             self._fault(Verdict.SHAPE, f"operands of {shapes} are not of one shape")
-        wanted = (*shape[:-1], 1) if rowwise.keepdim is not None else shape
-        if out.shape != wanted or wanted != (length, columns):
-            self._fault(Verdict.SHAPE, f"gives {wanted} for a place of {out.shape}; {(length, columns)} would be right")
+        sizes = (*shape[:-1], 1) if rowwise.keepdim is not None else shape
+        if out.shape != sizes or sizes != (length, columns):
+            self._fault(Verdict.SHAPE, f"gives {sizes} for a place of {out.shape}; {(length, columns)} would be right")
         if out.dtype is not tensor_of(node).dtype:
             self._fault(Verdict.DTYPE, f"writes {out.dtype}")
 
@@ -461,13 +461,13 @@ class _Run:
 
     def copy(self, out: _Piece, source: _Piece) -> None:
         """Check that an operand that is written gets what a member has made, in its rows of the block."""
-        held = source.memory.held
-        if out.memory not in self.over or held is None or not source.same_elements(held[1]):
+        last_write = source.memory.held
+        if out.memory not in self.over or last_write is None or not source.same_elements(last_write[1]):
             self._fault(Verdict.PLACE, f"copies {source.memory.name} to {out.memory.name}")
         if out.shape != source.shape or out.dtype is not source.dtype:
             self._fault(Verdict.SHAPE, f"copies {source.shape} to {out.memory.name} of {out.shape}")
         self._check_place(self.over[out.memory], out, out.memory.name)
-        out.memory.held = held[0], out
+        out.memory.held = last_write[0], out
 
     # -- where memory is shared -------------------------------------------------------------------------
 
@@ -494,8 +494,8 @@ class _Run:
             self._fault(Verdict.OVERWRITTEN, f"{name} is read, which earlier blocks have written over")
         if node is not self.last:
             return
-        here, there = first[self.rows].min(axis=1), end[self.rows].max(axis=1)
-        together = (high > here) & (low < there)
+        block_first, block_end = first[self.rows].min(axis=1), end[self.rows].max(axis=1)
+        together = (high > block_first) & (low < block_end)
         if together.any() and not (allowed and self._in_place(need, place)):
             self._fault(Verdict.OVERWRITTEN, f"writes the result over {name}, which it reads elsewhere")
 
@@ -526,8 +526,8 @@ class _Run:
             return low.min(keepdims=True), high.max(keepdims=True)
         return low[self.rows].min(axis=1), high[self.rows].max(axis=1)
 
-    def _fault(self, verdict: Verdict, said: str) -> NoReturn:
-        raise GroupFault(verdict, said, self.member)
+    def _fault(self, verdict: Verdict, detail: str) -> NoReturn:
+        raise GroupFault(verdict, detail, self.member)
 
 
 def _row_bytes(need: Need, tensor: torch.Tensor, place: Place) -> tuple[Int64s, Int64s]:

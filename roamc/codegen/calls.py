@@ -30,8 +30,8 @@ def outs_of(operator: Any, target: Any) -> tuple[str, ...] | None:
     if isinstance(target, OpOverload) and isinstance(operator, OpOverload):
         declared = target._schema.arguments
         outs = tuple(a.name for a in declared if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write)
-        rest = [(a.name, str(a.type)) for a in declared if a.name not in outs]
-        same = rest == [(a.name, str(a.type)) for a in operator._schema.arguments]
+        input_types = [(a.name, str(a.type)) for a in declared if a.name not in outs]
+        same = input_types == [(a.name, str(a.type)) for a in operator._schema.arguments]
         if outs and same and target.overloadpacket is operator.overloadpacket:
             return outs
     return None
@@ -44,12 +44,12 @@ def by_name(operator: OpOverload, args: Sequence[Any], keywords: Mapping[str, An
         TypeError: the call has more positional arguments than the schema, an unknown keyword, or an argument twice.
     """
     declared = operator._schema.arguments
-    given = dict(zip((argument.name for argument in declared), args, strict=False))
-    wrong = set(keywords) - {argument.name for argument in declared} | set(keywords) & set(given)
+    positional = dict(zip((argument.name for argument in declared), args, strict=False))
+    wrong = set(keywords) - {argument.name for argument in declared} | set(keywords) & set(positional)
     if wrong or len(args) > len(declared):
         raise TypeError(f"{operator} does not take {sorted(wrong) or f'{len(args)} arguments'}")
     defaults = {argument.name: argument.default_value for argument in declared}
-    return {**defaults, **given, **keywords}
+    return {**defaults, **positional, **keywords}
 
 
 def argument_of(node: fx.Node, name: str) -> fx.Node:

@@ -55,8 +55,8 @@ def check_groups(graph: TrainGraph) -> None:
     for node in groups:
         group: Any = node.target
         arguments = [argument for argument in node.args if isinstance(argument, fx.Node)]
-        made = [tensor for _, tensor in tensors_of(node)]
-        wrong = _misfit(arguments, made, group)
+        values = [tensor for _, tensor in tensors_of(node)]
+        wrong = _misfit(arguments, values, group)
         if wrong:
             raise VerifyError(f"group {group.name}: {wrong}; {way_out('fuse')}")
         places = memory.places(arguments, group)
@@ -67,7 +67,7 @@ def check_groups(graph: TrainGraph) -> None:
             good.add(key)
 
 
-def _misfit(arguments: Sequence[fx.Node], made: Sequence[torch.Tensor], group: Fused) -> str:
+def _misfit(arguments: Sequence[fx.Node], values: Sequence[torch.Tensor], group: Fused) -> str:
     """Say which argument of a call of ``group``, or result, has another shape or dtype; "" if none has."""
     inputs, results = placeholders(group.body), output_node(group.body).all_input_nodes
     over = [inputs[at] for at in group.writes]
@@ -77,21 +77,21 @@ def _misfit(arguments: Sequence[fx.Node], made: Sequence[torch.Tensor], group: F
     for node, inner in zip(last, over, strict=True):
         if _geometry(tensor_of(node)) != _geometry(tensor_of(inner)) or tensor_of(node).dtype != tensor_of(inner).dtype:
             return f"{Verdict.PLACE.value}: {node.name} is written over {inner.name}, which lies otherwise"
-    if (len(arguments), len(made)) != (len(inputs), len(results)):
+    if (len(arguments), len(values)) != (len(inputs), len(results)):
         return (
-            f"{Verdict.ARGUMENT.value}: {len(arguments)} for {len(inputs)}, and {len(made)} of {len(results)} results"
+            f"{Verdict.ARGUMENT.value}: {len(arguments)} for {len(inputs)}, and {len(values)} of {len(results)} results"
         )
-    given = [argument.meta.get("val") for argument in arguments]
-    for node, tensor, inner in zip((*arguments, *results), (*given, *made), (*inputs, *results), strict=True):
-        wanted = inner.meta.get("val")
-        if isinstance(tensor, float) and isinstance(wanted, float):
+    operands = [argument.meta.get("val") for argument in arguments]
+    for node, tensor, inner in zip((*arguments, *results), (*operands, *values), (*inputs, *results), strict=True):
+        expected = inner.meta.get("val")
+        if isinstance(tensor, float) and isinstance(expected, float):
             continue
-        if not isinstance(tensor, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or not isinstance(expected, torch.Tensor):
             return f"{Verdict.UNKNOWN.value}: {node.name} is no tensor"
-        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
-            said = f"{tensor.dtype} of {tuple(tensor.shape)}, and not {wanted.dtype} of {tuple(wanted.shape)}"
-            return f"{Verdict.SHAPE.value}: {node.name} is {said}"
-    for tensor, node in zip(made, results, strict=True):
+        if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+            detail = f"{tensor.dtype} of {tuple(tensor.shape)}, and not {expected.dtype} of {tuple(expected.shape)}"
+            return f"{Verdict.SHAPE.value}: {node.name} is {detail}"
+    for tensor, node in zip(values, results, strict=True):
         if _geometry(tensor) != _geometry(tensor_of(node)):
             return f"{Verdict.PLACE.value}: in memory {node.name} has other strides than in the group"
     return ""
@@ -111,9 +111,9 @@ def check_group(
     Raises:
         VerifyError: the group runs in another way than its operators; names the group, the operator and the fault.
     """
-    given = places if places is not None else [Place(at) for at, _ in enumerate(placeholders(group.body))]
+    argument_places = places if places is not None else [Place(at) for at, _ in enumerate(placeholders(group.body))]
     try:
-        _judge(group, threads, given, outs if outs is not None else [Place(node) for node in group.results])
+        _judge(group, threads, argument_places, outs if outs is not None else [Place(node) for node in group.results])
     except GroupFault as fault:
         raise VerifyError(f"group {group.name}, {fault}; {way_out('fuse')}") from fault
 
@@ -172,14 +172,14 @@ class _Memory:
 
     def places(self, arguments: Sequence[fx.Node], group: Fused) -> list[Place]:
         """Return where the arguments of a group lie; one that is copied first has memory of its own."""
-        found = []
+        places = []
         for argument, expected in zip(arguments, placeholders(group.body), strict=True):
             if is_number(expected):
-                found.append(Place(("number", argument)))
+                places.append(Place(("number", argument)))
                 continue
             same = _geometry(tensor_of(argument)) == _geometry(tensor_of(expected))
-            found += self.results(argument) if same else [Place(("copy of", argument))]
-        return found
+            places += self.results(argument) if same else [Place(("copy of", argument))]
+        return places
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -250,8 +250,8 @@ def _without_names(source: str, constants: Collection[str]) -> str:
     """Return a source without comments, and with numbers for the names that it chooses itself."""
     numbers: dict[str, str] = {}
 
-    def number(found: re.Match[str]) -> str:
-        name = found[0]
+    def number(match: re.Match[str]) -> str:
+        name = match[0]
         return name if name in KNOWN or name in constants else numbers.setdefault(name, f"${len(numbers)}")
 
     return NAME.sub(number, re.sub(r"  # .*", "", source))

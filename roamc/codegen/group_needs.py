@@ -67,10 +67,10 @@ class Need:
     @cached_property
     def starts(self) -> Int64s:
         """int64[rows], how many elements the first element of each row lies behind the first of the value in memory."""
-        found = np.full(1, self.offset, dtype=np.int64)
+        starts = np.full(1, self.offset, dtype=np.int64)
         for size, stride in zip(self.sizes[:-1], self.strides[:-1], strict=True):
-            found = np.add.outer(found, np.arange(size, dtype=np.int64) * stride).reshape(-1)
-        return found
+            starts = np.add.outer(starts, np.arange(size, dtype=np.int64) * stride).reshape(-1)
+        return starts
 
     def at(self, elements: Int64s) -> Int64s:
         """Return which elements of the value are read where the operator goes through ``elements``.
@@ -83,12 +83,12 @@ class Need:
         """
         if self._in_order:
             return self.offset + elements
-        found, inside = np.full(elements.shape, self.offset, dtype=np.int64), 1
+        numbers, inside = np.full(elements.shape, self.offset, dtype=np.int64), 1
         for size, stride in reversed(list(zip(self.sizes, self.strides, strict=True))):
             if stride:
-                found += elements // inside % size * stride
+                numbers += elements // inside % size * stride
             inside *= size
-        return found
+        return numbers
 
     @cached_property
     def _in_order(self) -> bool:
@@ -112,7 +112,7 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
     """
     rowwise, names = rows_of(node)
     per_row, whole = ({names[at] for at in positions} for positions in (rowwise.per_row, rowwise.whole))
-    sizes, found = shape_of(node), {}
+    sizes, needs = shape_of(node), {}
     called: Any = node.target
     for name, argument in by_name(called, node.args, node.kwargs).items():
         if not isinstance(argument, fx.Node) or is_number(argument):
@@ -121,12 +121,12 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
         shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
         value, offset = value_under(argument)
         if name in whole and shape:
-            found[name] = Need(value, shape, strides, offset, whole=True)
+            needs[name] = Need(value, shape, strides, offset, whole=True)
             continue
         if name in per_row:
             shape, strides = (*shape, 1), (*strides, 0)
-        found[name] = Need(value, sizes, _broadcast(argument, shape, strides, sizes), offset)
-    return found
+        needs[name] = Need(value, sizes, _broadcast(argument, shape, strides, sizes), offset)
+    return needs
 
 
 def result_of(node: fx.Node) -> Need:
@@ -148,8 +148,8 @@ def result_of(node: fx.Node) -> Need:
         return Need(node, sizes, strides)
     if rowwise.keepdim is None and tuple(map(int, tensor.shape)) != (*sizes[:-1], 1):
         raise GroupFault(Verdict.SHAPE, f"{tuple(tensor.shape)} is no result along rows of {sizes}", node.name)
-    kept = strides if tensor.dim() == len(sizes) else (*strides, 0)
-    return Need(node, (*sizes[:-1], 1), (*kept[:-1], 0))
+    padded_strides = strides if tensor.dim() == len(sizes) else (*strides, 0)
+    return Need(node, (*sizes[:-1], 1), (*padded_strides[:-1], 0))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -171,11 +171,11 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
         return shape
     if adds_over_rows(node):
         return shape
-    made = tuple(map(int, tensor_of(node).shape))
+    result_shape = tuple(map(int, tensor_of(node).shape))
     assert rowwise.dim is not None, "an operator along rows names their dimension or its size"
     if not goes_along_last(node.args[rowwise.dim] if rowwise.dim < len(node.args) else None, len(shape)):
         raise GroupFault(Verdict.DIMENSION, "works along another than the last", node.name)
-    return made if rowwise.keepdim is None else shape
+    return result_shape if rowwise.keepdim is None else shape
 
 
 def rows_of(node: fx.Node) -> tuple[Rowwise, list[str]]:
@@ -258,10 +258,10 @@ def tensor_of(node: fx.Node) -> torch.Tensor:
     Raises:
         GroupFault: it stands for something else.
     """
-    made = node.meta.get("val")
-    if not isinstance(made, torch.Tensor):
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
         raise GroupFault(Verdict.UNKNOWN, f"{name_of(node.target)} gives no tensor", node.name)
-    return made
+    return value
 
 
 def extent_of(tensor: torch.Tensor) -> int:
@@ -300,6 +300,6 @@ def _broadcast(
     if lacking < 0:
         raise GroupFault(Verdict.SHAPE, "has more dimensions than its reader goes through", node.name)
     full = (1,) * lacking + shape
-    if any(size not in (1, wanted) for size, wanted in zip(full, sizes, strict=True)):
+    if any(size not in (1, reader_size) for size, reader_size in zip(full, sizes, strict=True)):
         raise GroupFault(Verdict.SHAPE, f"shape {shape} does not broadcast to {sizes}", node.name)
     return tuple(0 if size == 1 else stride for size, stride in zip(full, (0,) * lacking + strides, strict=True))

@@ -49,8 +49,8 @@ class GroupFault(Exception):
         member: name of the operator at which it was found; "" if it is none.
     """
 
-    def __init__(self, verdict: Verdict, said: str, member: str = "") -> None:
-        super().__init__(f"{member}: {verdict.value}: {said}" if member else f"{verdict.value}: {said}")
+    def __init__(self, verdict: Verdict, detail: str, member: str = "") -> None:
+        super().__init__(f"{member}: {verdict.value}: {detail}" if member else f"{verdict.value}: {detail}")
         self.verdict, self.member = verdict, member
 
 

@@ -61,15 +61,15 @@ def check_program(graph: TrainGraph, program: Program, code: CodeType | None = N
     try:
         judge.run(code or compile(program.source, "<judged>", "exec"))
     except _Fault as fault:
-        said = str(fault)
+        detail = str(fault)
     except Exception as error:  # whatever the source does when it runs, such as a name that is gone
         if interruption(error) is not None:
             raise
-        said = f"{type(error).__name__}: {error}"
+        detail = f"{type(error).__name__}: {error}"
     else:
         return
     at = f"line {judge.line}, {judge.node}" if judge.node else "before its first operator"
-    raise VerifyError(f"the program of {graph.name}, {at}: {said}; {way_out('layout')}")
+    raise VerifyError(f"the program of {graph.name}, {at}: {detail}; {way_out('layout')}")
 
 
 class _Fault(Exception):
@@ -183,27 +183,27 @@ class _Judge:
         bound = namespace["bind"](self)
         for (name, position), view in self.program.places.items():
             self._expect(self._views.get(view), self._nodes[name], position, "the planned tensor")
-        kept: dict[fx.Node, Any] = {}
+        previous: dict[fx.Node, Any] = {}
         for entry in self.program.entries.values():
-            kept = self._function(bound[entry.name], entry, kept)
+            previous = self._function(bound[entry.name], entry, previous)
         self._check_all_ran()
         if self.graph.boundary:
             placed = [self._nodes[name] for name in self.graph.saved if self._is_placed(self._nodes[name])]
             for node, stand in zip(placed, bound["saved"](), strict=True):
                 self._expect(stand, node, 0, "the saved tensor")
 
-    def _function(self, function: Any, entry: Entry, kept: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    def _function(self, function: Any, entry: Entry, previous: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
         """Run one function on stand-ins and return its results by node.
 
         Args:
             function: the bound function.
             entry: its parameters, results and phases.
-            kept: node to result of the function before, from which parameters are taken; emptied.
+            previous: node to result of the function before, from which parameters are taken; emptied.
         """
         self._due = iter(self._operators(entry))
         self._handed = {name for node in entry.results if node is not None for name in self._names_of(node)}
-        args = [kept.pop(node) if node in kept else self._fed(node) for node in entry.parameters]
-        kept.clear()
+        args = [previous.pop(node) if node in previous else self._fed(node) for node in entry.parameters]
+        previous.clear()
         results = function(args)
         left = next(self._due, None)
         if left is not None or self._uncopied or args:
@@ -257,8 +257,8 @@ class _Judge:
         neg: bool = False,
     ) -> _Stand:
         """Return a stand-in for a planned tensor; see :meth:`roamc.runtime.arena.Arena.view`."""
-        self._views[name] = made = _Stand(self, self._arena, (offset, tuple(size), tuple(stride), dtype, conj, neg))
-        return made
+        self._views[name] = stand = _Stand(self, self._arena, (offset, tuple(size), tuple(stride), dtype, conj, neg))
+        return stand
 
     def close(self, low: Bytes, high: Bytes) -> None:
         """Note that the program trims the range ``[low, high)`` of the arena, in bytes.
@@ -323,8 +323,8 @@ class _Judge:
         written = [keywords.get(name) for name in outs]
         if outs == ("out",) and isinstance(written[0], tuple):
             written = list(written[0])
-        given = {name: value for name, value in keywords.items() if name not in outs}
-        if not self._is(tuple(args), tuple(node.args)) or not self._is(given, dict(node.kwargs)):
+        read_keywords = {name: value for name, value in keywords.items() if name not in outs}
+        if not self._is(tuple(args), tuple(node.args)) or not self._is(read_keywords, dict(node.kwargs)):
             raise _Fault("reads other arguments than in the planned graph")
         return self._overwrite(node, written) if outs else self._results(node)
 
@@ -356,12 +356,12 @@ class _Judge:
         if not isinstance(value, torch.Tensor):
             return self._others.setdefault((node, position), object())
         name = self._names[node, position]
-        known = self._cells.get(name)
+        cell_ref = self._cells.get(name)
         if name in self.layout.offset and name not in self._written:
-            made = _Stand(self, _Cell(), self._geometry(node, position))
-            self._uncopied.append((weakref.ref(made), node, position))
-            return made
-        cell = self._bind(node, position, _Cell()) if known is None else known()
+            stand = _Stand(self, _Cell(), self._geometry(node, position))
+            self._uncopied.append((weakref.ref(stand), node, position))
+            return stand
+        cell = self._bind(node, position, _Cell()) if cell_ref is None else cell_ref()
         if cell is None:
             raise _Fault(f"is a view of what is gone: {name}")
         return _Stand(self, cell, self._geometry(node, position))
@@ -380,13 +380,13 @@ class _Judge:
                 raise _Fault(f"{name} is still there, which nobody reads any more")
         if not self.layout.trims and not self._closed:
             return
-        wanted = set()
+        planned_trims = set()
         for trim in self.layout.trims:
             first = self._position[trim.after] + 1 if trim.after else 0
             if first <= position < (self._position[trim.before] if trim.before else len(self._position)):
-                wanted.add((trim.low, trim.high))
-        if wanted != self._closed:
-            raise _Fault(f"runs while {sorted(self._closed)} are trimmed, and not {sorted(wanted)}")
+                planned_trims.add((trim.low, trim.high))
+        if planned_trims != self._closed:
+            raise _Fault(f"runs while {sorted(self._closed)} are trimmed, and not {sorted(planned_trims)}")
 
     def _bind(self, node: fx.Node, position: int, cell: _Cell) -> _Cell:
         """Note that ``cell`` is the storage of a result, unless that has a cell already; return ``cell``."""
@@ -399,8 +399,8 @@ class _Judge:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return self._others.setdefault((node, 0), object())
-        known = self._cells.get(self._names[node, 0])
-        cell = known() if known is not None else None
+        cell_ref = self._cells.get(self._names[node, 0])
+        cell = cell_ref() if cell_ref is not None else None
         return _Stand(self, cell or self._bind(node, 0, _Cell()), self._geometry(node, 0))
 
     def _constant_of(self, value: Any) -> Any:
@@ -427,11 +427,11 @@ class _Judge:
         shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
         return offset, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
-    def _expect(self, value: Any, node: fx.Node, position: int, what: str) -> None:
-        """Check that a value of the program is result ``position`` of ``node``; ``what`` names it in the message."""
+    def _expect(self, value: Any, node: fx.Node, position: int, subject: str) -> None:
+        """Check that a value of the program is result ``position`` of ``node``; ``subject`` names it in the message."""
         if not self._lies(value, node, position):
-            told = f"lies at {value.geometry}" if isinstance(value, _Stand) else f"is {value}"
-            raise _Fault(f"{what} {position} of {node.name} {told}, and not at {self._geometry(node, position)}")
+            actual = f"lies at {value.geometry}" if isinstance(value, _Stand) else f"is {value}"
+            raise _Fault(f"{subject} {position} of {node.name} {actual}, and not at {self._geometry(node, position)}")
 
     def _lies(self, value: Any, node: fx.Node, position: int) -> bool:
         """Whether a value of the program is a stand-in for a result of the graph, in the right memory and place."""
@@ -439,30 +439,30 @@ class _Judge:
         alive = cell is not None and isinstance(value, _Stand) and value.cell is cell()
         return alive and value.geometry == self._geometry(node, position)
 
-    def _is(self, value: Any, wanted: Any) -> bool:
+    def _is(self, value: Any, expected: Any) -> bool:
         """Whether an argument of the program is that of the graph; literals must be equal in type and in all bits."""
-        if isinstance(wanted, fx.Node):
-            return self._is_value_of(value, wanted)
-        if isinstance(wanted, dict):
-            return value.keys() == wanted.keys() and all(self._is(value[key], wanted[key]) for key in wanted)
-        if isinstance(wanted, list | tuple):
-            alike = isinstance(value, list | tuple) and len(value) == len(wanted)
-            return alike and all(self._is(one, other) for one, other in zip(value, wanted, strict=True))
+        if isinstance(expected, fx.Node):
+            return self._is_value_of(value, expected)
+        if isinstance(expected, dict):
+            return value.keys() == expected.keys() and all(self._is(value[key], expected[key]) for key in expected)
+        if isinstance(expected, list | tuple):
+            alike = isinstance(value, list | tuple) and len(value) == len(expected)
+            return alike and all(self._is(one, other) for one, other in zip(value, expected, strict=True))
         if isinstance(value, _Operator):
-            return value.target is wanted
-        return value is wanted or (type(value) is type(wanted) and repr(value) == repr(wanted))
+            return value.target is expected
+        return value is expected or (type(value) is type(expected) and repr(value) == repr(expected))
 
     def _is_value_of(self, value: Any, node: fx.Node) -> bool:
         """Whether a value of the program stands for ``node``."""
         if node.op == "get_attr":
-            wanted = attribute(self.graph.module, str(node.target))
-            return value is wanted or (isinstance(value, _Operator) and value.target is wanted)
-        made = node.meta.get("val")
-        if isinstance(made, torch.Tensor):
+            constant = attribute(self.graph.module, str(node.target))
+            return value is constant or (isinstance(value, _Operator) and value.target is constant)
+        fake_value = node.meta.get("val")
+        if isinstance(fake_value, torch.Tensor):
             return self._lies(value, node, 0)
         if node.target is operator.getitem:
             return value is self._others.get((node.args[0], node.args[1]), self)  # type: ignore[arg-type]
-        if not isinstance(made, list | tuple):
+        if not isinstance(fake_value, list | tuple):
             return value is self._others.get((node, 0), self)
         return all(self._lies(value[position], node, position) for position, _ in tensors_of(node))
 

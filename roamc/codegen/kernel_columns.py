@@ -81,8 +81,8 @@ def _copied(node: fx.Node) -> tuple[Need, Need]:
     """What a copy reads and what it writes, element by element."""
     view: Any = node.args[0]
     value, offset = group_needs.value_under(view)
-    seen, made = tensor_of(view), tensor_of(node)
-    dims = [(int(n), int(s), int(t)) for n, s, t in zip(seen.shape, seen.stride(), made.stride(), strict=True)]
+    source, result = tensor_of(view), tensor_of(node)
+    dims = [(int(n), int(s), int(t)) for n, s, t in zip(source.shape, source.stride(), result.stride(), strict=True)]
     lies = tensor_of(value)
     places = {stride: (size, to) for size, stride, to in dims if size > 1}
     own = [(int(size), int(stride)) for size, stride in zip(lies.shape, lies.stride(), strict=True)]
@@ -142,15 +142,15 @@ def assembled(node: fx.Node, operands: Sequence[Tensor]) -> Tensor:
         operands: all columns of these rows of each operand, in order.
     """
     called: Any = node.target
-    given, assembly = list(_named(node).values()), ops.rule(node.target).assembly
+    arguments, assembly = list(_named(node).values()), ops.rule(node.target).assembly
     assert assembly is not None, f"{node.name} moves no columns"
-    several = isinstance(given[assembly.parts], list | tuple)
-    given[assembly.parts] = list(operands) if several else operands[0]
-    given[assembly.dim] = 1
+    several = isinstance(arguments[assembly.parts], list | tuple)
+    arguments[assembly.parts] = list(operands) if several else operands[0]
+    arguments[assembly.dim] = 1
     if assembly.sizes is not None:
-        given[assembly.sizes] = [len(operands[0]), int(tensor_of(node).shape[-1])]
-    made: Tensor = called(*given)
-    return made
+        arguments[assembly.sizes] = [len(operands[0]), int(tensor_of(node).shape[-1])]
+    result: Tensor = called(*arguments)
+    return result
 
 
 class Columns:
@@ -172,18 +172,18 @@ class Columns:
     def __init__(self, body: fx.Graph, needs: Needs, rows: int, width: int) -> None:
         self.needs, self.rows, self.width = needs, rows, width
         self.shifts: dict[tuple[fx.Node, str], tuple[int, ...]] = {}
-        wanted: dict[fx.Node, set[int]] = {node: set() for node in needs}
+        reader_shifts: dict[fx.Node, set[int]] = {node: set() for node in needs}
         for result in output_node(body).all_input_nodes:
-            wanted[group_needs.member_of(result)].add(0)
+            reader_shifts[group_needs.member_of(result)].add(0)
         for node in reversed(list(needs)):
             begins = self._checked_begins(node) if moves_columns(node) else [0] * len(needs[node])
             for (name, need), begin in zip(needs[node].items(), begins, strict=True):
-                shifts = {shift - begin for shift in wanted[node]}
+                shifts = {shift - begin for shift in reader_shifts[node]}
                 self.shifts[node, name] = tuple(sorted(shifts))
                 member = group_needs.member_of(need.value)
-                if member in wanted:
+                if member in reader_shifts:
                     before = self._columns_before(need, node)
-                    wanted[member].update({0} if before is None else {shift + before for shift in shifts})
+                    reader_shifts[member].update({0} if before is None else {shift + before for shift in shifts})
 
     def _checked_begins(self, node: fx.Node) -> list[int]:
         if any(math.prod(need.sizes[:-1]) != self.rows for need in (result_of(node), *self.needs[node].values())):
@@ -217,28 +217,28 @@ class Columns:
         Raises:
             GroupFault: the reader takes other elements than some columns in the rows of the value.
         """
-        wanted, lies = self.numbers(need, rows), self.numbers(result_of(need.value), rows)
+        numbers, lies = self.numbers(need, rows), self.numbers(result_of(need.value), rows)
         before = self._columns_before(need, reader)
-        part = slice(None) if before is None else slice(before, before + wanted.shape[-1])
-        fits = before is None or wanted.shape == lies[:, part].shape
-        if not fits or (wanted != lies[:, part]).any():
+        part = slice(None) if before is None else slice(before, before + numbers.shape[-1])
+        fits = before is None or numbers.shape == lies[:, part].shape
+        if not fits or (numbers != lies[:, part]).any():
             raise self._other_elements(need, reader)
-        return value[:, part].expand(wanted.shape)
+        return value[:, part].expand(numbers.shape)
 
     def _columns_before(self, need: Need, reader: fx.Node) -> int | None:
         """The column of a member's value at which its reader begins; None for one element for each row."""
         row = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
-        lies, wanted = self.numbers(result_of(need.value), row), self.numbers(need, row)
+        lies, numbers = self.numbers(result_of(need.value), row), self.numbers(need, row)
         if lies.numel() == 1:
             return None
-        same = (lies[0] == wanted[0, 0]).nonzero()
+        same = (lies[0] == numbers[0, 0]).nonzero()
         if not len(same):
             raise self._other_elements(need, reader)
         return int(same[0, 0])
 
     def _other_elements(self, need: Need, reader: fx.Node) -> GroupFault:
-        said = f"needs other elements of {need.value.name} than those of its row"
-        return GroupFault(Verdict.ELEMENTS, said, reader.name)
+        detail = f"needs other elements of {need.value.name} than those of its row"
+        return GroupFault(Verdict.ELEMENTS, detail, reader.name)
 
     def check_load(
         self, operand: fx.Node, places: Tensor, active: Tensor, lanes: tuple[Tensor, Tensor, Tensor]
@@ -261,9 +261,9 @@ class Columns:
         for (node, name), shifts in self.shifts.items():
             need = self.needs[node][name]
             for shift in shifts if need.value is operand and not need.whole else ():
-                wrong, there = self._check_at(need, shift, (places, active), lanes)
+                wrong, must_read = self._check_at(need, shift, (places, active), lanes)
                 if wrong is None:
-                    return there
+                    return must_read
                 fault = wrong if fault.verdict is not Verdict.MASK else fault
         raise fault
 
@@ -275,16 +275,16 @@ class Columns:
         columns = columns + shift
         same = width == 1 or (need.step == 0 and need.sizes[-1] == width)  # for all columns
         has = (columns >= 0) & (columns < width) | same
-        here = valid & has
+        must_read = valid & has
         elements = rows * width + columns.clamp(0, width - 1)
-        wanted = torch.from_numpy(need.at(torch.where(here, elements, 0).numpy()))
-        places, active, wanted, here = torch.broadcast_tensors(*read, wanted, here)
-        if (places != wanted)[here].any():
-            at = int((places != wanted)[here].nonzero()[0])
-            said = f"element {int(places[here][at])} of {name} is read, and not {int(wanted[here][at])}"
-            return GroupFault(Verdict.ELEMENTS, said), here
-        if (here & ~active).any():
-            return GroupFault(Verdict.MASK, f"some elements of {name} are not read"), here
+        numbers = torch.from_numpy(need.at(torch.where(must_read, elements, 0).numpy()))
+        places, active, numbers, must_read = torch.broadcast_tensors(*read, numbers, must_read)
+        if (places != numbers)[must_read].any():
+            at = int((places != numbers)[must_read].nonzero()[0])
+            detail = f"element {int(places[must_read][at])} of {name} is read, and not {int(numbers[must_read][at])}"
+            return GroupFault(Verdict.ELEMENTS, detail), must_read
+        if (must_read & ~active).any():
+            return GroupFault(Verdict.MASK, f"some elements of {name} are not read"), must_read
         if (shift != 0 or width < self.width) and (active & ~has).any():
-            return GroupFault(Verdict.MASK, f"{name} is read beside its columns"), here
-        return None, here
+            return GroupFault(Verdict.MASK, f"{name} is read beside its columns"), must_read
+        return None, must_read

@@ -161,11 +161,11 @@ class KernelRun:
         sizes = shape_of(self.last)
         self.columns = sizes[-1] if sizes else 1
         self.numel = math.prod(sizes)
-        given = self.text.constants
-        self.flat = "BLOCK" in given
-        self.block = given["BLOCK"] if self.flat else given["ROWS"]
-        self.per_program = given.get("CHUNK", self.block)
-        self.wide = 1 if self.flat else given["COLUMNS"]
+        constants = self.text.constants
+        self.flat = "BLOCK" in constants
+        self.block = constants["BLOCK"] if self.flat else constants["ROWS"]
+        self.per_program = constants.get("CHUNK", self.block)
+        self.wide = 1 if self.flat else constants["COLUMNS"]
         self.pieces = not self.flat and self.wide < self.columns
         self.shifted = self._shifted()
         numbered = (node for node in self.members if ops.rule(node.target).numbered)
@@ -195,10 +195,10 @@ class KernelRun:
         per_row = tensor_of(node).numel() != self.numel
         if per_row and tensor_of(node).numel() * self.columns != self.numel:
             raise GroupFault(Verdict.SHAPE, "is no result with all columns", node.name)
-        seen = torch.zeros(self._rows().shape, dtype=torch.int32, device="cpu")
+        store_counts = torch.zeros(self._rows().shape, dtype=torch.int32, device="cpu")
         if not self.flat and not per_row:
-            seen = seen.expand(*seen.shape[:-1], self.columns).clone()
-        return _Output(node, place, per_row, seen)
+            store_counts = store_counts.expand(*store_counts.shape[:-1], self.columns).clone()
+        return _Output(node, place, per_row, store_counts)
 
     def _shifted(self) -> Columns | None:
         """Which columns lanes want, where members move columns; None where none does."""
@@ -217,12 +217,12 @@ class KernelRun:
     def _choose_programs(self) -> None:
         """Choose the programs that run, and check their number."""
         units = self.numel if self.flat else self.numel // self.columns
-        wanted = -(-units // self.per_program)
-        if self.text.programs != wanted:
-            raise GroupFault(Verdict.MISSING, f"{self.text.programs} programs are launched, and not {wanted}")
+        program_count = -(-units // self.per_program)
+        if self.text.programs != program_count:
+            raise GroupFault(Verdict.MISSING, f"{self.text.programs} programs are launched, and not {program_count}")
         lanes = self.per_program * (1 if self.flat else max(self.wide, self.columns))
-        count = min(wanted, max(1 if self.per_program == self.block else 2, self.lanes // lanes))
-        chosen = np.unique(np.linspace(wanted - 1, 0, count).astype(np.int64))
+        count = min(program_count, max(1 if self.per_program == self.block else 2, self.lanes // lanes))
+        chosen = np.unique(np.linspace(program_count - 1, 0, count).astype(np.int64))
         shape = (-1, 1) if self.flat else (-1, 1, 1)
         self.programs = torch.from_numpy(chosen).reshape(shape)
 
@@ -260,15 +260,15 @@ class KernelRun:
         exec(compile(f"{self.text.source}    tell_judge(locals())\n", "<judged>", "exec"), names)
         first = torch.zeros((), dtype=torch.int32, device="cpu")
         outs = [node for node in self.outputs if node not in self.over.values()]
-        given = [self._number(node) if is_number(node) else Pointer(node, first) for node in self.arguments()]
-        pointers = [*given, *(Pointer(node, first) for node in outs)]
+        operands = [self._number(node) if is_number(node) else Pointer(node, first) for node in self.arguments()]
+        pointers = [*operands, *(Pointer(node, first) for node in outs)]
         pointers += [Pointer(None, first)] if self.partials is not None else []
         names[self.text.function](*pointers, **self.text.constants)
         for output in self.outputs.values():
             missing = (output.seen == 0) & self._valid_results(output)
             if missing.any():
-                said = f"{int(missing.sum())} elements of {len(self.programs)} programs"
-                raise GroupFault(Verdict.MISSING, said, output.node.name)
+                detail = f"{int(missing.sum())} elements of {len(self.programs)} programs"
+                raise GroupFault(Verdict.MISSING, detail, output.node.name)
         if self.partials is not None:
             self.partials.check_complete()
             judge_ends(self.text, self.partials, close)
@@ -329,23 +329,23 @@ class KernelRun:
             return
         if (~torch.broadcast_tensors(active, valid)[0] & valid).any():
             raise GroupFault(Verdict.MASK, f"some elements of {node.name} are not read")
-        wanted = [need for needs in self.needs.values() for need in needs.values() if need.value is node]
-        for need in wanted:
+        node_needs = [need for needs in self.needs.values() for need in needs.values() if need.value is node]
+        for need in node_needs:
             if not ((places != self._numbers(need, elements)) & valid).any():
                 break
         else:
-            self._fault_of_load(node, places, wanted, elements, valid)
+            self._fault_of_load(node, places, node_needs, elements, valid)
         self._check_overlaps(node, places, valid)
 
     def _fault_of_load(
-        self, node: fx.Node, places: Tensor, wanted: Sequence[Need], elements: Tensor, valid: Tensor
+        self, node: fx.Node, places: Tensor, node_needs: Sequence[Need], elements: Tensor, valid: Tensor
     ) -> NoReturn:
-        if not wanted:
+        if not node_needs:
             raise GroupFault(Verdict.VALUE, f"{node.name} is read, which nobody needs")
-        have, want, there = torch.broadcast_tensors(places, self._numbers(wanted[0], elements), valid)
-        at = int((have != want)[there].nonzero()[0])
-        said = f"element {int(have[there][at])} of {node.name} is read, and not {int(want[there][at])}"
-        raise GroupFault(Verdict.ELEMENTS, said)
+        have, want, valid_lanes = torch.broadcast_tensors(places, self._numbers(node_needs[0], elements), valid)
+        at = int((have != want)[valid_lanes].nonzero()[0])
+        detail = f"element {int(have[valid_lanes][at])} of {node.name} is read, and not {int(want[valid_lanes][at])}"
+        raise GroupFault(Verdict.ELEMENTS, detail)
 
     def _numbers(self, need: Need, elements: Tensor) -> Tensor:
         """The numbers of the elements that a member needs at elements of the matrix; it may have one for each row."""
@@ -361,21 +361,21 @@ class KernelRun:
         far = self._far(node, output)
         if far is None:
             return
-        made, tensor = tensor_of(output.node), tensor_of(node)
+        result, tensor = tensor_of(output.node), tensor_of(node)
         elements, _ = self._lanes()
-        stored = self._numbers(output.result, elements) * made.itemsize
+        stored = self._numbers(output.result, elements) * result.itemsize
         read = far + places.to(torch.int64) * tensor.itemsize
-        if output.per_row or tensor.itemsize != made.itemsize or ((read != stored) & valid).any():
+        if output.per_row or tensor.itemsize != result.itemsize or ((read != stored) & valid).any():
             raise GroupFault(Verdict.OVERWRITTEN, f"other programs store where {node.name} is read")
         if self._seen_now(output).any():
             raise GroupFault(Verdict.OVERWRITTEN, f"{node.name} is read behind the store of the result")
 
     def _far(self, node: fx.Node, output: _Output) -> Bytes | None:
         """How far behind a result's first byte an operand begins; None if they share no byte."""
-        made, tensor = tensor_of(output.node), tensor_of(node)
+        result, tensor = tensor_of(output.node), tensor_of(node)
         place = self.places[self.inputs.index(node)]
         far = place.start - output.place.start
-        apart = far >= extent_of(made) * made.itemsize or -far >= extent_of(tensor) * tensor.itemsize
+        apart = far >= extent_of(result) * result.itemsize or -far >= extent_of(tensor) * tensor.itemsize
         return None if place.memory != output.place.memory or apart else far
 
     def store(self, pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
@@ -401,23 +401,23 @@ class KernelRun:
 
     def _seen_now(self, output: _Output) -> Tensor:
         """How often the elements at the lanes that are gone through now are stored."""
-        seen = output.seen[:, self._now()]
+        store_counts = output.seen[:, self._now()]
         if self.flat or output.per_row:
-            return seen
+            return store_counts
         columns = self._columns()
-        return seen[..., columns[columns < self.columns]]
+        return store_counts[..., columns[columns < self.columns]]
 
     def _keep(self, output: _Output, value: Tensor, active: Tensor) -> None:
         """Note which elements are stored; ``active`` has the shape of the lanes."""
         value = value.to(WIDE).expand(active.shape)
-        seen, stored = output.seen[:, self._now()], output.stored[:, self._now()]
+        store_counts, stored = output.seen[:, self._now()], output.stored[:, self._now()]
         if self.flat or output.per_row:
-            seen += active
+            store_counts += active
             stored.copy_(torch.where(active, value, stored))
         else:
             columns = self._columns()
             inside = columns < self.columns
-            seen[..., columns[inside]] += active[..., inside].to(torch.int32)
+            store_counts[..., columns[inside]] += active[..., inside].to(torch.int32)
             stored[..., columns[inside]] = torch.where(active, value, 0)[..., inside]
         if (output.seen > 1).any():
             raise GroupFault(Verdict.TWICE, "some programs store an element twice")
@@ -468,8 +468,8 @@ class KernelRun:
 
     def is_finite(self) -> bool:
         """Whether all floats of the results are finite."""
-        made = [self.made[node] for node in (*self.outputs, *(self.partials.sums if self.partials is not None else ()))]
-        return all(bool(one.isfinite().all()) for one in made if one.is_floating_point())
+        outs = [self.made[node] for node in (*self.outputs, *(self.partials.sums if self.partials is not None else ()))]
+        return all(bool(one.isfinite().all()) for one in outs if one.is_floating_point())
 
     def _compute(self, node: fx.Node) -> dict[fx.Node, Tensor]:
         """The results of a member, each with an element for each of the matrix or each row.
@@ -480,13 +480,13 @@ class KernelRun:
         down = adds_over_rows(node)
         ends = np.cumsum(self.counts) if down else [None]
         runs = [self._call(node, operands, slice(a, b)) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
-        made = {}
+        results = {}
         for value in values_of(node):
             parts = [run[position_of(value)] for run in runs]
-            made[value] = (
+            results[value] = (
                 torch.stack([part.reshape(-1) for part in parts]) if is_sum_over_rows(value) else _joined(parts)
             )
-        return made
+        return results
 
     def _call(self, node: fx.Node, operands: Mapping[str, Tensor], rows: slice) -> Sequence[Tensor]:
         """The results of a member for some rows of its operands."""
@@ -498,29 +498,29 @@ class KernelRun:
         if copies(node):
             return [value[rows] if value.dim() else value for value in operands.values()]
         rowwise, names = rows_of(node)
-        given = {name: widened(node, name, value) for name, value in by_name(called, node.args, node.kwargs).items()}
-        given |= {
+        passed = {name: widened(node, name, value) for name, value in by_name(called, node.args, node.kwargs).items()}
+        passed |= {
             name: self._number(value).item()
-            for name, value in given.items()
+            for name, value in passed.items()
             if isinstance(value, fx.Node) and is_number(value)
         }
         for name, value in operands.items():
-            given[name] = value if not value.dim() or self.needs[node][name].whole else value[rows]
+            passed[name] = value if not value.dim() or self.needs[node][name].whole else value[rows]
             if name in {names[at] for at in rowwise.per_row}:
-                given[name] = given[name][:, 0]
+                passed[name] = passed[name][:, 0]
             elif rowwise.sizes is not None:
-                given[name] = self._as_it_is(tensor_of(argument_of(node, name)), given[name])
+                passed[name] = self._as_it_is(tensor_of(argument_of(node, name)), passed[name])
         if rowwise.dim is not None:
             dim = 0 if adds_over_rows(node) else -1
-            given[names[rowwise.dim]] = [dim] if isinstance(given[names[rowwise.dim]], list | tuple) else dim
+            passed[names[rowwise.dim]] = [dim] if isinstance(passed[names[rowwise.dim]], list | tuple) else dim
         if rowwise.sizes is not None:
-            given[names[rowwise.sizes]] = [self.columns]
+            passed[names[rowwise.sizes]] = [self.columns]
         if rowwise.keepdim is not None:
-            given[names[rowwise.keepdim]] = True
+            passed[names[rowwise.keepdim]] = True
         alone = {argument.name for argument in called._schema.arguments if argument.kwarg_only}
-        positional = [value for name, value in given.items() if name not in alone]
-        made = on_cpu(called)(*positional, **{name: given[name] for name in given if name in alone})
-        return made if isinstance(made, list | tuple) else [made]
+        positional = [value for name, value in passed.items() if name not in alone]
+        result = on_cpu(called)(*positional, **{name: passed[name] for name in passed if name in alone})
+        return result if isinstance(result, list | tuple) else [result]
 
     def _numbered(self, node: fx.Node, operands: Mapping[str, Tensor]) -> Tensor:
         """The elements of a mask that follow from their numbers, which are those of the group's matrix."""
@@ -538,8 +538,8 @@ class KernelRun:
         """What a member reads at the elements; a whole operand as it is."""
         if need.whole or (need.value not in self.made and not tensor_of(need.value).dim()):
             strides = torch.arange(1 if not need.whole else need.sizes[0], device="cpu") * (need.strides or (0,))[0]
-            found = self._content(need.value, need.offset + strides)
-            return found if need.whole else found[0]
+            content = self._content(need.value, need.offset + strides)
+            return content if need.whole else content[0]
         if self.shifted is not None:
             rows = self.elements[:, :1] // self.columns
             if need.value in self.made:
@@ -567,13 +567,13 @@ class KernelRun:
                 if not close(stored[:, 0, : self.columns], self.made[node]):
                     raise GroupFault(Verdict.NUMBERS, "the kernel adds up other rows or elements", node.name)
 
-    def _compare(self, output: _Output, wanted: Tensor) -> None:
+    def _compare(self, output: _Output, expected: Tensor) -> None:
         have = output.stored[self._valid_results(output)]
-        want = wanted.to(WIDE).expand_as(self.elements if not output.per_row else wanted).reshape(-1)
+        want = expected.to(WIDE).expand_as(self.elements if not output.per_row else expected).reshape(-1)
         if not close(have, want):
             at = int((~each_close(have, want)).nonzero()[0])
-            said = f"the kernel gives {have[at].item():.6g}, and the operators {want[at].item():.6g}"
-            raise GroupFault(Verdict.NUMBERS, said, self._first_wrong())
+            detail = f"the kernel gives {have[at].item():.6g}, and the operators {want[at].item():.6g}"
+            raise GroupFault(Verdict.NUMBERS, detail, self._first_wrong())
 
     def _first_wrong(self) -> str:
         """The name of the first member whose variable has other numbers; of the last one if none is found."""

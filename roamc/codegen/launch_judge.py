@@ -26,11 +26,11 @@ def judge_launch(printed: KernelText, text: KernelText) -> None:
     Raises:
         GroupFault: the shapes differ, and the order in which elements are joined with them.
     """
-    before, now = ({**one.constants, "warps": one.warps} for one in (printed, text))
+    before, after = ({**one.constants, "warps": one.warps} for one in (printed, text))
     joined = sorted(_functions(text.source) & JOINS)
-    if before != now and joined:
-        said = f"it is launched with {_said(now)}, and printed for {_said(before)}, on which tl.{joined[0]} depends"
-        raise GroupFault(Verdict.ORDER, said)
+    if before != after and joined:
+        detail = f"it is launched with {_said(after)}, and printed for {_said(before)}, on which tl.{joined[0]} depends"
+        raise GroupFault(Verdict.ORDER, detail)
 
 
 def _functions(source: str) -> set[str]:

@@ -51,10 +51,10 @@ def judge_multi_tensor(body: fx.Graph, text: MultiTensorText, places: Sequence[P
         first.setdefault(part.structure, part)
     judge_runs(_run(part, text, places) for part in first.values())
     head = _Head(text)
-    wanted = {structure: (part, head.values(part)) for structure, part in first.items()}
+    first_values = {structure: (part, head.values(part)) for structure, part in first.items()}
     for part in parts:
         if part is not first[part.structure]:
-            _check_same(part, head.values(part), *wanted[part.structure])
+            _check_same(part, head.values(part), *first_values[part.structure])
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class _Part:
     @functools.cached_property
     def positions(self) -> list[int]:
         """For each placeholder of ``body`` the position of that argument in the kernel."""
-        given = {inner: at for at, inner in enumerate(self.whole.values())}
-        return [given[node] for node in self.inputs]
+        position = {inner: at for at, inner in enumerate(self.whole.values())}
+        return [position[node] for node in self.inputs]
 
     @functools.cached_property
     def structure(self) -> Hashable:
@@ -128,10 +128,10 @@ def _part(body: fx.Graph, members: set[fx.Node], over: dict[fx.Node, fx.Node], f
     for node in in_order:
         copies[node] = mine.node_copy(node, lambda argument, of=node: _held(copies, argument, of))  # type: ignore[misc]
         copies[node].name = node.name
-    made = [node for node in over if node in members]
-    mine.output(tuple(copies[node] for node in made))
+    results = [node for node in over if node in members]
+    mine.output(tuple(copies[node] for node in results))
     inputs = placeholders(mine)
-    writes = tuple(inputs.index(_held(copies, over[node], node)) for node in made)
+    writes = tuple(inputs.index(_held(copies, over[node], node)) for node in results)
     return _Part(mine, {node: copies.get(node, node) for node in placeholders(body)}, writes, first, count)
 
 
@@ -238,9 +238,9 @@ class _Head:
         names: dict[str, Any] = {"tl": Language(_Borders(numbers))}
         exec(self._code, names)
         start = torch.zeros((), dtype=torch.int32, device="cpu")
-        given = [Pointer(node, start) for node in part.whole.values()]
-        held = names[self.text.function](*given, **self.text.constants)
-        return {name: held[name] for name in self.used if name in held}
+        pointers = [Pointer(node, start) for node in part.whole.values()]
+        variables = names[self.text.function](*pointers, **self.text.constants)
+        return {name: variables[name] for name in self.used if name in variables}
 
 
 class _Borders:

@@ -63,8 +63,8 @@ class PartialRows:
         if (active & (self.numbers >= self.columns)).any():
             raise GroupFault(Verdict.MASK, "partial sums behind the last column are stored")
         far = (places - self.programs * self.columns - self.numbers)[active]
-        number, rest = divmod(int(far[0]), self.parts * self.columns) if far.numel() else (0, 0)
-        if rest or not 0 <= number < len(self.sums) or (far != far[0]).any():
+        number, remainder = divmod(int(far[0]), self.parts * self.columns) if far.numel() else (0, 0)
+        if remainder or not 0 <= number < len(self.sums) or (far != far[0]).any():
             raise GroupFault(Verdict.PLACE, "partial sums are stored in other places")
         self.seen[number] += active
         self.stored[number] = torch.where(active, value, self.stored[number])
@@ -77,8 +77,8 @@ class PartialRows:
         Raises:
             GroupFault: some are missing.
         """
-        for node, seen in zip(self.sums, self.seen, strict=True):
-            missing = int((seen[..., : self.columns] == 0).sum())
+        for node, store_counts in zip(self.sums, self.seen, strict=True):
+            missing = int((store_counts[..., : self.columns] == 0).sum())
             if missing:
                 raise GroupFault(Verdict.MISSING, f"{missing} partial sums", node.name)
 
@@ -97,8 +97,8 @@ def judge_ends(text: KernelText, rows: PartialRows, close: Callable[[Tensor, Ten
     """
     ends = text.partials
     if ends is None or (ends.parts, ends.columns) != (rows.parts, rows.columns):
-        there = f"{rows.parts} rows of {rows.columns} partial sums"
-        raise GroupFault(Verdict.MISSING, f"{there} are there, and others are added up")
+        stored = f"{rows.parts} rows of {rows.columns} partial sums"
+        raise GroupFault(Verdict.MISSING, f"{stored} are there, and others are added up")
     if ends.results != rows.positions:
         raise GroupFault(Verdict.PLACE, f"results {rows.positions} are sums over rows, and {ends.results} are stored")
     run = _Ends(rows.sums, rows.parts, rows.columns, ends.programs)
@@ -149,8 +149,8 @@ class _Ends:
     def compare(self, close: Callable[[Tensor, Tensor], bool]) -> None:
         """Check that every column is stored once, with the sum of its partial sums."""
         numbers = torch.arange(self.numel, dtype=torch.int64, device="cpu")
-        wanted = _content(numbers).reshape(len(self.sums), self.parts, self.columns).sum(1)
-        for node, want in zip(self.sums, wanted, strict=True):
+        expected_sums = _content(numbers).reshape(len(self.sums), self.parts, self.columns).sum(1)
+        for node, want in zip(self.sums, expected_sums, strict=True):
             if (self.seen[node] > 1).any():
                 raise GroupFault(Verdict.TWICE, "some programs store a column twice", node.name)
             if (self.seen[node] == 0).any():

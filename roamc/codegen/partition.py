@@ -30,14 +30,14 @@ def partitioned(graph: TrainGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
 def _part(graph: TrainGraph, entry: Entry) -> fx.GraphModule:
     """Return the operators of one function of the program as a module."""
     part = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in entry.parameters:
-        made[node] = part.create_node("placeholder", node.name, name=node.name)
-        made[node].meta = dict(node.meta)
+        copies[node] = part.create_node("placeholder", node.name, name=node.name)
+        copies[node].meta = dict(node.meta)
     for node in graph.graph.nodes:
         mine = node.op == "call_function" and graph.phase[node.name] in entry.phases
-        if (mine or node.op == "get_attr") and node not in made:
-            made[node] = part.node_copy(node, made.__getitem__)
-    results: Any = tuple(None if node is None else made[node] for node in entry.results)
+        if (mine or node.op == "get_attr") and node not in copies:
+            copies[node] = part.node_copy(node, copies.__getitem__)
+    results: Any = tuple(None if node is None else copies[node] for node in entry.results)
     part.output(results)
     return fx.GraphModule(graph.module, part)

@@ -129,9 +129,9 @@ def entries_of(graph: TrainGraph) -> tuple[Entry, ...]:
     fed = [(node, port) for node, port in zip(inputs, graph.inputs, strict=True)]
     early = tuple(node for node, port in fed if port.phase is Phase.FORWARD)
     late = tuple(node for node, port in fed if port.phase is not Phase.FORWARD)
-    given = list(zip(outputs, graph.outputs, strict=True))
-    forward = tuple(node for node, port in given if port.phase is Phase.FORWARD)
-    backward = tuple(node for node, port in given if port.phase is not Phase.FORWARD)
+    returned = list(zip(outputs, graph.outputs, strict=True))
+    forward = tuple(node for node, port in returned if port.phase is Phase.FORWARD)
+    backward = tuple(node for node, port in returned if port.phase is not Phase.FORWARD)
     return (
         Entry("forward", early, forward + saved, frozenset({Phase.FORWARD})),
         Entry("backward", saved + late, backward, frozenset({Phase.BACKWARD})),
@@ -258,12 +258,12 @@ class _Emitter:
 
     def _births(self, node: fx.Node) -> list[tuple[int, Storage]]:
         """(result position, storage) for every storage that ``node`` makes."""
-        found = []
+        births = []
         for position, _ in tensors_of(node):
             storage = self._storage(node, position)
             if storage.name == storage_name(node, position) and storage.place is not Place.INPUT:
-                found.append((position, storage))
-        return found
+                births.append((position, storage))
+        return births
 
     def _tensor(self, node: fx.Node, position: int = 0) -> str:
         """Return the name of one value in the source: a constant, a planned tensor or a local.
@@ -362,16 +362,16 @@ class _Emitter:
         """
         if all(self._placed(storage) for _, storage in births):
             return []
-        made = []
+        items = []
         for position, tensor in tensors_of(node):
             if self._placed(self._storage(node, position)):
-                made.append("None")
+                items.append("None")
                 continue
-            made.append(_empty(tensor))
+            items.append(_empty(tensor))
         return [
-            f"{self.names.of(node)} = ({', '.join(made)},)"
+            f"{self.names.of(node)} = ({', '.join(items)},)"
             if self._many(node)
-            else f"{self.names.of(node)} = {made[0]}"
+            else f"{self.names.of(node)} = {items[0]}"
         ]
 
     def _copied(self, node: fx.Node, births: Sequence[tuple[int, Storage]], comment: str) -> list[str]:
@@ -386,8 +386,8 @@ class _Emitter:
         if local != name:
             return [*lines, f"del {local}"]
         own = {position for position, _ in tensors_of(node)}.difference(placed)
-        kept = [f"{local}[{p}]" if p in own else "None" for p in range(len(node.meta["val"]))]
-        return [*lines, f"{local} = ({', '.join(kept)},)"]
+        items = [f"{local}[{p}]" if p in own else "None" for p in range(len(node.meta["val"]))]
+        return [*lines, f"{local} = ({', '.join(items)},)"]
 
     # -- expressions ----------------------------------------------------------------------------
 
@@ -456,10 +456,10 @@ def _empty(tensor: torch.Tensor) -> str:
 
 def _by_operator(trims: Iterable[tuple[str, Trim]]) -> dict[str, list[tuple[Bytes, Bytes]]]:
     """Group trims by the operator that each comes with: operator to the ranges ``(low, high)``, the lowest first."""
-    found: dict[str, list[tuple[Bytes, Bytes]]] = {}
+    ranges: dict[str, list[tuple[Bytes, Bytes]]] = {}
     for name, trim in sorted(trims, key=lambda item: item[1].low):
-        found.setdefault(name, []).append((trim.low, trim.high))
-    return found
+        ranges.setdefault(name, []).append((trim.low, trim.high))
+    return ranges
 
 
 class _Names:
@@ -497,16 +497,16 @@ class _LastUses:
             for argument in [*node.all_input_nodes, *(start.all_input_nodes if start is not None else ())]:
                 last[argument] = node
         mine = {*entry.parameters, *nodes}
-        kept = {node for node in entry.results if node is not None}
+        results = {node for node in entry.results if node is not None}
         self._done: dict[fx.Node, list[fx.Node]] = {}
         self._used = set(last)
         for value, user in last.items():
-            if value in mine and value not in kept:
+            if value in mine and value not in results:
                 self._done.setdefault(user, []).append(value)
         for node in nodes:
-            if node not in last and node not in kept and node.users:
+            if node not in last and node not in results and node.users:
                 self._done.setdefault(node, []).append(node)
-        self._used |= kept
+        self._used |= results
 
     def __contains__(self, node: fx.Node) -> bool:
         return node in self._used
