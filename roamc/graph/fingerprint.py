@@ -68,11 +68,11 @@ def _lines(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> list[str]:
     lines, groups = [], dict[str, str]()
     for node in nodes:
         geometry = [_geometry(tensor) for _, tensor in tensors_of(node)]
-        kept = "|kept" if is_kept(node) else ""
-        held = f"|{_text(attribute(module, str(node.target)))}" if node.op == "get_attr" else ""
+        mark = "|kept" if is_kept(node) else ""
+        constant = f"|{_text(attribute(module, str(node.target)))}" if node.op == "get_attr" else ""
         args, kwargs = _without_groups(node, groups)
         called = f"{node.op}|{node.name}|{_text(node.target)}|{_text(args)}|{_text(kwargs)}"
-        lines.append(f"{called}|{geometry}{held}{kept}")
+        lines.append(f"{called}|{geometry}{constant}{mark}")
     return lines
 
 

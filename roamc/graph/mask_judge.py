@@ -89,8 +89,8 @@ class _Walk(Walk):
 
     def _saved(self, state: fx.Node) -> Number:
         """The state of the generator that ``state`` has kept."""
-        kept = self.numbers.key(self._read(state)[1])
-        return int(kept[1]) if kept[0] == "saved" else self.numbers.of("no", kept)
+        key = self.numbers.key(self._read(state)[1])
+        return int(key[1]) if key[0] == "saved" else self.numbers.of("no", key)
 
     def _by_counter(self, node: fx.Node) -> tuple[Number, dict[int, Number]]:
         """A mask by its seed: the first of a row stands for the next draw, the others for the same one."""

@@ -147,8 +147,8 @@ class MemoryModel:
     def saved(self) -> tuple[Storage, ...]:
         """The counted storages, outputs included, that FORWARD makes and BACKWARD or UPDATE uses."""
         forward = {index for index, operator in enumerate(self.operators) if operator.phase is Phase.FORWARD}
-        made = (storage for storage in self.counted if storage.producer in forward)
-        return tuple(storage for storage in made if not forward.issuperset(self.uses[storage.index]))
+        storages = (storage for storage in self.counted if storage.producer in forward)
+        return tuple(storage for storage in storages if not forward.issuperset(self.uses[storage.index]))
 
     @cached_property
     def saved_bytes(self) -> Bytes:
@@ -174,9 +174,9 @@ def build_memory(graph: TrainGraph) -> MemoryModel:
     Raises:
         VerifyError: an entry of ``graph.reuse`` does not join two single tensors, or a value has no storage id.
     """
-    kept = kept_memory(graph)
-    if kept is not None:
-        return kept
+    cached = kept_memory(graph)
+    if cached is not None:
+        return cached
     memory = _Builder(graph).build()
     setattr(graph.graph, _KEPT_AS, _Known(_state(graph), memory))
     return memory
@@ -350,9 +350,9 @@ def root_of(storage: int, reused: Mapping[int, int]) -> int:
 def _renamed(operator: Operator, number: Sequence[int], reused: Mapping[int, int]) -> Operator:
     """The operator with ``number`` for its storages; a result in ``reused`` becomes a write to what it reuses."""
     births = tuple(number[birth] for birth in operator.births if birth not in reused)
-    taken = {number[birth] for birth in operator.births if birth in reused}
+    overwritten = {number[birth] for birth in operator.births if birth in reused}
     reads = {number[storage] for storage in operator.reads}
-    writes = {number[storage] for storage in operator.writes} | taken
+    writes = {number[storage] for storage in operator.writes} | overwritten
     return replace(operator, births=births, reads=tuple(sorted(reads)), writes=tuple(sorted(writes)))
 
 
@@ -419,8 +419,8 @@ class _Builder:
             reads.update(started.reads, started.writes, started.births)
         self.maker[node] = index
         phase = self.graph.phase[node.name]
-        kept = tuple(sorted(reads - set(births)))
-        self.operators.append(Operator(node, phase, tuple(births), kept, tuple(sorted(writes))))
+        earlier_reads = tuple(sorted(reads - set(births)))
+        self.operators.append(Operator(node, phase, tuple(births), earlier_reads, tuple(sorted(writes))))
 
     def _started_by(self, node: fx.Node) -> Operator | None:
         """The operator for whose end ``node`` waits; None if it waits for none."""

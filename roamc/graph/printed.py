@@ -132,8 +132,8 @@ def _operator(graph: TrainGraph, memory: MemoryModel, node: fx.Node, works: bool
     remarks += _codecs(graph, node)
     line = source_line(node)
     remarks += [f"# {line}"] if line else []
-    given = [*map(_argument, node.args), *(f"{key}={_argument(value)}" for key, value in node.kwargs.items())]
-    call = f"{name_of(node.target).removesuffix('.default')}({', '.join(given)})"
+    arguments = [*map(_argument, node.args), *(f"{key}={_argument(value)}" for key, value in node.kwargs.items())]
+    call = f"{name_of(node.target).removesuffix('.default')}({', '.join(arguments)})"
     return "  ".join([f"{node.name}{_tensors(node)} = {call}", *remarks])
 
 

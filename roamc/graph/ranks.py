@@ -38,7 +38,7 @@ def runs_together(node: fx.Node, same_plan: Sequence[SamePlan]) -> bool:
     if gives is None:
         return False
     group = group_of(node)
-    return any(known.group == group and (known.sums or gives is Together.MOVED) for known in same_plan)
+    return any(plan.group == group and (plan.sums or gives is Together.MOVED) for plan in same_plan)
 
 
 def with_same_plan(graph: TrainGraph, groups: Sequence[object]) -> TrainGraph:
@@ -93,7 +93,7 @@ def give_up(error: Exception) -> None:
 
 
 def texts_of(
-    group: object, text: str, name: str, what: str, advice: str = ON_SHARDS, *, compiling: bool = True
+    group: object, text: str, name: str, task: str, advice: str = ON_SHARDS, *, compiling: bool = True
 ) -> list[str]:
     """Return the ``text`` that each rank of a group passes to this function, in the order of the ranks.
 
@@ -104,7 +104,7 @@ def texts_of(
         group: the process group or its name, as collectives take it.
         text: what the other ranks get from this rank.
         name: of the graph, for the message.
-        what: what a rank that is missing has not done, in words, such as "plan it".
+        task: what a rank that is missing has not done, in words, such as "plan it".
         advice: what to do about a rank that is missing.
         compiling: whether the ranks compile the graph that was begun last, so that one that gives it up is missing.
 
@@ -113,17 +113,17 @@ def texts_of(
     """
     texts = exchanged(group, text, _attempts.present if compiling else NOBODY)
     numbers = numbers_in(group)
-    absent = {number: found.why for number, found in zip(numbers, texts, strict=True) if isinstance(found, Absent)}
+    absent = {number: reply.why for number, reply in zip(numbers, texts, strict=True) if isinstance(reply, Absent)}
     missing = list(absent)
     for number, why in absent.items():
         if why:
-            raise RanksError(f"{name} is on several ranks, and {in_words([number])} could not {what}: {why}")
+            raise RanksError(f"{name} is on several ranks, and {in_words([number])} could not {task}: {why}")
     if missing:
         raise RanksError(
             f"{name} is on several ranks, and {in_words(missing)} of the group of {in_words(numbers)} ran something "
-            f"else and did not {what} within the timeout of the process group: {advice}"
+            f"else and did not {task} within the timeout of the process group: {advice}"
         )
-    return [found for found in texts if not isinstance(found, Absent)]
+    return [reply for reply in texts if not isinstance(reply, Absent)]
 
 
 def first_difference(group: object, mine: Sequence[str], name: str) -> tuple[str, str, str] | None:

@@ -67,8 +67,8 @@ def _dropout(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     (place,) = (place for place in walk.numbers.places(call.node) if place.position == 1)
     (scale,), _ = walk.keys(dropout_mask, [_held(1.0 / keep if keep else 0.0, x.dtype)], {})
     product = call.keys[0][0], ("read", drops, place.geometry), scale
-    kept = walk.called(aten.native_dropout_backward.default, (product, ()))
-    return number, {0: walk.numbers.of("part", kept, 0), 1: drops}
+    scaled = walk.called(aten.native_dropout_backward.default, (product, ()))
+    return number, {0: walk.numbers.of("part", scaled, 0), 1: drops}
 
 
 def _batch_norm(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
@@ -139,8 +139,8 @@ def _products_of_gathered(walk: Walk, call: Call) -> tuple[Number, dict[int, Num
     geometry = walk.numbers.in_rows((source.shape[0] * ranks, *source.shape[1:]), source.dtype)
     read = "read", gathered, geometry
     products = [walk.called(aten.mm.default, ((read, other), ())) for other in others[1:]]
-    made = {at: walk.numbers.of("part", product, 0) for at, product in enumerate(products)}
-    return gather, {**made, len(products): gathered} if call.args[4] else made
+    results = {at: walk.numbers.of("part", product, 0) for at, product in enumerate(products)}
+    return gather, {**results, len(products): gathered} if call.args[4] else results
 
 
 def _product_reduced(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
@@ -164,8 +164,8 @@ def _member_by_member(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]
     What it writes over its arguments counts as results -1, -2 and so on.
     """
     places = [place for argument in call.args for place in walk.numbers.places(argument)]
-    taken = [place for node in placeholders(call.target.body) for place in walk.numbers.places(node)]
-    if [place.geometry for place in places] != [place.geometry for place in taken]:
+    inner_places = [place for node in placeholders(call.target.body) for place in walk.numbers.places(node)]
+    if [place.geometry for place in places] != [place.geometry for place in inner_places]:
         return None
     number, contents = walk.run(call.target.body, [walk.given(argument) for argument in call.args], call.node.name)
     results = len(contents) - len(walk.numbers.target(call.target).rule.mutates)

@@ -160,9 +160,9 @@ class _Definition:
             )
         total = self.along(aten.sum.dim_IntList, gradient)
         share = self.elements(aten.mul.Tensor, self.elements(aten.exp.default, result), total)
-        made = self.elements(aten.sub.Tensor, gradient, share)
-        now = torch.float32 if low else dtypes[0]
-        return made if now == dtypes[-1] else self.cast(made, dtypes[-1])
+        difference = self.elements(aten.sub.Tensor, gradient, share)
+        dtype = torch.float32 if low else dtypes[0]
+        return difference if dtype == dtypes[-1] else self.cast(difference, dtypes[-1])
 
     def elements(self, target: object, *operands: Term, kwargs: object = NOTHING) -> Term:
         return self.note(self.walk.terms.of("elements", target, *operands, kwargs))
@@ -234,24 +234,24 @@ def _of(walk: Walk, node: Any) -> Value:
 
 
 def _elements(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
-    given = {argument: _of(walk, argument) for argument in node.all_input_nodes}
-    groups = {value.group for value in given.values() if value.state == V}
+    operands = {argument: _of(walk, argument) for argument in node.all_input_nodes}
+    groups = {value.group for value in operands.values() if value.state == V}
     group = groups.pop() if len(groups) == 1 else None
     if group is None:
-        walk.fail(node, f"reads {', '.join(WORDS[value.state] for value in given.values())} of values")
+        walk.fail(node, f"reads {', '.join(WORDS[value.state] for value in operands.values())} of values")
     assert group is not None
     local = shape_of(node.meta["val"])
     shape = (*local[:-1], local[-1] * group[1])
-    for argument, value in given.items():
+    for argument, value in operands.items():
         padded = (1,) * (len(shape) - len(value.shape)) + value.shape
         by_class = value.state == V and value.shape == shape
         per_class = value.state == T and value.group == group and value.shape == shape[-1:]
         same = value.state == R and padded[-1] == 1 and walk.shared(group[0])(value.term)
         if not (by_class or per_class or same):
             walk.fail(node, f"reads {WORDS[value.state]} of {argument.name} with {WORDS[V]} of a rank")
-    whole = {argument: walk.terms.expanded(value.term, value.shape, shape) for argument, value in given.items()}
-    dtypes = {argument.meta["val"].dtype for argument in given} | {node.meta["val"].dtype}
-    if node.target is aten.add.Tensor and len(given) == len(node.args) == 2 and not node.kwargs and len(dtypes) == 1:
+    whole = {argument: walk.terms.expanded(value.term, value.shape, shape) for argument, value in operands.items()}
+    dtypes = {argument.meta["val"].dtype for argument in operands} | {node.meta["val"].dtype}
+    if node.target is aten.add.Tensor and len(operands) == len(node.args) == 2 and not node.kwargs and len(dtypes) == 1:
         return (Value(walk.terms.total(list(whole.values())), V, shape, group),)
     term = walk.terms.of("elements", node.target, *literals(node, whole.__getitem__))
     return (Value(term, V, shape, group),)

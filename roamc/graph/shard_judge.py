@@ -60,12 +60,12 @@ from roamc.operators.schemas import name_of
 from roamc.operators.shards import own_classes
 
 
-def check(before: TrainGraph, now: TrainGraph, after: str) -> None:
+def check(before: TrainGraph, sharded: TrainGraph, after: str) -> None:
     """Check that a sharded graph gives what the captured one gives.
 
     Args:
         before: the graph in front of the pass.
-        now: what the pass left.
+        sharded: what the pass left.
         after: name of the pass, for messages.
 
     Raises:
@@ -77,7 +77,7 @@ def check(before: TrainGraph, now: TrainGraph, after: str) -> None:
     terms = Terms()
     captured = Walk(terms, before, after)
     captured.run()
-    walk = Walk(terms, now, after, captured)
+    walk = Walk(terms, sharded, after, captured)
     walk.run()
     walk.compare()
 
@@ -123,14 +123,14 @@ class Walk:
         self.cut: dict[Term, tuple[Term, int, int]] = {}
         self.same: dict[object, Callable[[Term], bool]] = {}
 
-    def fail(self, node: fx.Node, what: str) -> Any:
-        """Raise a VerifyError whose message names the pass, ``node`` and its operator, and goes on with ``what``.
+    def fail(self, node: fx.Node, fault: str) -> Any:
+        """Raise a VerifyError whose message names the pass, ``node`` and its operator, and goes on with ``fault``.
 
         Args:
             node: the operator at fault.
-            what: the end of the sentence, such as "reads rows of ranks of two groups".
+            fault: the end of the sentence, such as "reads rows of ranks of two groups".
         """
-        raise VerifyError(f"after pass {self.after!r}: {node.name} ({name_of(node.target)}) {what}")
+        raise VerifyError(f"after pass {self.after!r}: {node.name} ({name_of(node.target)}) {fault}")
 
     def run(self) -> None:
         """Walk over all nodes in graph order, and fill the attributes.
@@ -167,8 +167,8 @@ class Walk:
             if node is not None and old is not None:
                 self._compare_output(position, node, old)
 
-    def _lost(self, what: str) -> None:
-        raise VerifyError(f"after pass {self.after!r}: {what}")
+    def _lost(self, fault: str) -> None:
+        raise VerifyError(f"after pass {self.after!r}: {fault}")
 
     def _compare_output(self, position: int, node: fx.Node, old: fx.Node) -> None:
         assert self.captured is not None
@@ -281,11 +281,11 @@ class Walk:
         for storage in dict.fromkeys(storage for argument in written for storage in ids_of(argument)):
             self.writes[storage] = (*self.writes.get(storage, ()), term)
         many = isinstance(node.meta.get("val"), list | tuple)
-        found = {
+        results = {
             at: Value(self.terms.of("result", term, at) if many else term, R, shape_of(tensor))
             for at, tensor in tensors_of(node)
         }
-        return tuple(found.get(at) for at in range(len(node.meta["val"]) if many else 1))
+        return tuple(results.get(at) for at in range(len(node.meta["val"]) if many else 1))
 
     def _term(self, node: fx.Node, argument: fx.Node, value: Value) -> Term:
         return value.term if ops.is_view(node.target) else self.read(argument, value)
@@ -350,8 +350,8 @@ class Walk:
         values = [value for argument in node.all_input_nodes for value in self.values[argument] if value is not None]
         if self.captured is None or any(value.state != R for value in values):
             return self.captured is None
-        (made,) = self.opaque(node)
-        return made is not None and made.term in self.captured.made
+        (result,) = self.opaque(node)
+        return result is not None and result.term in self.captured.made
 
     def shared(self, group: object) -> Callable[[Term], bool]:
         """Return a function that says whether all ranks of a process group have the same elements of a term.

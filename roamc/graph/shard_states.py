@@ -92,11 +92,11 @@ def literals(node: fx.Node, key: Callable[[fx.Node], object], without: Sequence[
             return ("map", *((name, plain(value[name])) for name in sorted(value)))
         return (type(value).__name__, str(value))
 
-    kept = [value for at, value in enumerate(node.args) if at not in without]
-    while kept and kept[-1] is None:
-        kept.pop()
+    positional = [value for at, value in enumerate(node.args) if at not in without]
+    while positional and positional[-1] is None:
+        positional.pop()
     kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
-    return [*map(plain, kept), plain(kwargs)]
+    return [*map(plain, positional), plain(kwargs)]
 
 
 def _joined(walk: Walk, node: fx.Node, values: Sequence[Value]) -> tuple[str, tuple[object, int] | None]:
@@ -161,25 +161,25 @@ def elementwise(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     Raises:
         VerifyError: rows, addends and whole values meet in a way that gives no such result.
     """
-    given: dict[fx.Node, Value] = {}
+    operands: dict[fx.Node, Value] = {}
     for argument in node.all_input_nodes:
         value = walk.argument(argument)
         if value is None:
             return walk.opaque(node)
-        given[argument] = value
+        operands[argument] = value
     plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
-    if plain and len(given) == len(node.args) and all(value.state == P for value in given.values()):
-        return (_added(walk, node, given),)
-    state, group = _joined(walk, node, list(given.values()))
+    if plain and len(operands) == len(node.args) and all(value.state == P for value in operands.values()):
+        return (_added(walk, node, operands),)
+    state, group = _joined(walk, node, list(operands.values()))
     shape = shape_of(node.meta["val"])
     if state == T and group is not None:
         shape = (shape[0] * group[1], *shape[1:])
     whole: dict[fx.Node, Term] = {}
-    for argument, value in given.items():
+    for argument, value in operands.items():
         if state == T:
             _check_rows(walk, node, argument, value, shape, group)
         whole[argument] = walk.terms.expanded(value.term, value.shape, shape)
-    if plain and len(given) == len(set(node.args)):
+    if plain and len(operands) == len(set(node.args)):
         parts = [whole[argument] for argument in node.args if isinstance(argument, fx.Node)]
         if len(parts) == len(node.args) and _one_dtype(node):
             return (Value(walk.terms.total(parts), state, shape, group),)
@@ -199,9 +199,9 @@ def _one_dtype(node: fx.Node) -> bool:
     return dtypes == {node.meta["val"].dtype}
 
 
-def _added(walk: Walk, node: fx.Node, given: Mapping[fx.Node, Value]) -> Value:
+def _added(walk: Walk, node: fx.Node, operands: Mapping[fx.Node, Value]) -> Value:
     """The sum of addends of two sums over the ranks."""
-    values = [given[argument] for argument in node.args if isinstance(argument, fx.Node)]
+    values = [operands[argument] for argument in node.args if isinstance(argument, fx.Node)]
     first = values[0]
     if any(value.group != first.group or value.shape != first.shape for value in values):
         walk.fail(node, "adds sums over different ranks")
@@ -225,11 +225,11 @@ def along(position: int) -> Callable[[Walk, fx.Node], tuple[Value | None, ...]]:
     """Return the rule of operators that work along the dimension, or those, that the argument at ``position`` names."""
 
     def rule(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
-        given = {argument: walk.argument(argument) for argument in node.all_input_nodes}
-        first = given.get(node.args[0])  # type: ignore[arg-type]
-        if first is None or any(value is None or value.shape != first.shape for value in given.values()):
+        operands = {argument: walk.argument(argument) for argument in node.all_input_nodes}
+        first = operands.get(node.args[0])  # type: ignore[arg-type]
+        if first is None or any(value is None or value.shape != first.shape for value in operands.values()):
             return walk.opaque(node)
-        values = [value for value in given.values() if value is not None]
+        values = [value for value in operands.values() if value is not None]
         state, group = _joined(walk, node, values)
         if state == T and any(value.state != T for value in values):
             walk.fail(node, "reads a whole value as if it were the rows of a rank")
@@ -244,7 +244,7 @@ def along(position: int) -> Callable[[Walk, fx.Node], tuple[Value | None, ...]]:
         elif state == T and group is not None:
             shape = (shape[0] * group[1], *shape[1:])
         keepdim = position + 1 if node.target in REDUCTIONS else position
-        key = literals(node, lambda argument: _of(given, argument).term, without=(position, keepdim))
+        key = literals(node, lambda argument: _of(operands, argument).term, without=(position, keepdim))
         name = aten.sum.dim_IntList if node.target in SUMS else node.target
         term = walk.terms.of("along", name, merged(first.shape, dims), *key)
         return (Value(term, state, shape, group),)
@@ -252,8 +252,8 @@ def along(position: int) -> Callable[[Walk, fx.Node], tuple[Value | None, ...]]:
     return rule
 
 
-def _of(given: Mapping[fx.Node, Value | None], node: fx.Node) -> Value:
-    value = given[node]
+def _of(operands: Mapping[fx.Node, Value | None], node: fx.Node) -> Value:
+    value = operands[node]
     assert value is not None
     return value
 
@@ -263,15 +263,15 @@ def _norm(parts: Sequence[int], behind: int, sums: int) -> Callable[[Walk, fx.No
     sums over the rows."""
 
     def rule(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
-        given = {argument: walk.argument(argument) for argument in node.all_input_nodes}
-        if any(value is None for value in given.values()):
+        operands = {argument: walk.argument(argument) for argument in node.all_input_nodes}
+        if any(value is None for value in operands.values()):
             return walk.opaque(node)
-        rows = [_of(given, node.args[at]) for at in parts]  # type: ignore[arg-type]
-        state, group = _joined(walk, node, [_of(given, argument) for argument in given])
+        rows = [_of(operands, node.args[at]) for at in parts]  # type: ignore[arg-type]
+        state, group = _joined(walk, node, [_of(operands, argument) for argument in operands])
         width: Any = node.args[behind]
         if state == T:
-            _check_norm(walk, node, given, rows, width, group)
-        key = literals(node, lambda argument: _of(given, argument).term, without=(behind,))
+            _check_norm(walk, node, operands, rows, width, group)
+        key = literals(node, lambda argument: _of(operands, argument).term, without=(behind,))
         term = walk.terms.of("norm", node.target, tuple(width), *key)
         results: list[Value | None] = []
         count = len(node.meta["val"])
@@ -292,15 +292,15 @@ def _norm(parts: Sequence[int], behind: int, sums: int) -> Callable[[Walk, fx.No
 
 
 def _check_norm(
-    walk: Walk, node: fx.Node, given: Mapping[fx.Node, Value | None], rows: Sequence[Value], width: Any, group: Any
+    walk: Walk, node: fx.Node, operands: Mapping[fx.Node, Value | None], rows: Sequence[Value], width: Any, group: Any
 ) -> None:
     tokens = {value.shape[0] for value in rows if value.shape}
     if any(value.state != T for value in rows) or len(tokens) != 1:
         walk.fail(node, "reads a whole value as if it were the rows of a rank")
     if len(width) >= len(rows[0].shape):
         walk.fail(node, f"works along the tokens, of which a rank has only {WORDS[T]}")
-    for argument in given:
-        value = _of(given, argument)
+    for argument in operands:
+        value = _of(operands, argument)
         if value.state == R and not walk.shared(group[0])(value.term):
             walk.fail(node, f"reads {argument.name}, which differs from rank to rank, for the rows of a rank")
 
@@ -315,8 +315,8 @@ def _dropout(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     mask = walk.terms.of("mask", walk.draws, value.shape, share)
     walk.effects.append((mask, node.name))
     scale = literals(node, lambda argument: value.term)[-1:]
-    given = [value.term, mask, ("float", str(1.0 / (1.0 - share))), *scale]
-    dropped = walk.terms.of("elements", aten.native_dropout_backward.default, *given)
+    arguments = [value.term, mask, ("float", str(1.0 / (1.0 - share))), *scale]
+    dropped = walk.terms.of("elements", aten.native_dropout_backward.default, *arguments)
     return tuple(replace(value, term=term) for term in (dropped, mask))
 
 
@@ -350,19 +350,19 @@ def _as_whole(walk: Walk, node: fx.Node) -> Term:
 
     def key(argument: fx.Node) -> object:
         values = [value for value in walk.values[argument] if value is not None]
-        kept = values if ops.is_view(node.target) else [replace(v, term=walk.read(argument, v)) for v in values]
-        return tuple((value.term, value.shape) for value in kept)
+        as_read = values if ops.is_view(node.target) else [replace(v, term=walk.read(argument, v)) for v in values]
+        return tuple((value.term, value.shape) for value in as_read)
 
     return walk.terms.of("operator", node.target, *literals(node, key))
 
 
 def _product(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     """Rows times a matrix that all ranks have gives rows; columns times rows, an addend."""
-    found = [walk.argument(argument) for argument in node.args if isinstance(argument, fx.Node)]
-    given = [value for value in found if value is not None]
-    if len(given) < len(node.args) or all(value.state == R for value in given):
+    arguments = [walk.argument(argument) for argument in node.args if isinstance(argument, fx.Node)]
+    values = [value for value in arguments if value is not None]
+    if len(values) < len(node.args) or all(value.state == R for value in values):
         return walk.opaque(node)
-    *bias, left, right = given
+    *bias, left, right = values
     group = left.group if left.state in (T, C) else None
     if group is None:
         walk.fail(node, f"multiplies {WORDS[left.state]} with {WORDS[right.state]}")
@@ -384,11 +384,11 @@ def _product(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
 
 def _loss(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     """The loss of each token, or the sum, and the sum of the weights; the mean is the quotient of two sums."""
-    found = [walk.argument(argument) for argument in node.all_input_nodes]
-    given = [value for value in found if value is not None]
-    if len(given) < len(found):
+    arguments = [walk.argument(argument) for argument in node.all_input_nodes]
+    values = [value for value in arguments if value is not None]
+    if len(values) < len(arguments):
         return walk.opaque(node)
-    state, group = _joined(walk, node, given)
+    state, group = _joined(walk, node, values)
     each, mean = node.args[3] == 0, node.args[3] == 1
     if state == T:
         _check_loss(walk, node, *node.args[:3])
@@ -410,10 +410,10 @@ def _loss(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
 
 def _loss_backward(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     """The gradient of each token's scores."""
-    found = [walk.argument(argument) for argument in node.all_input_nodes]
-    given = [value for value in found if value is not None]
-    state, group = _joined(walk, node, given)
-    if len(given) < len(found) or state == R:
+    arguments = [walk.argument(argument) for argument in node.all_input_nodes]
+    values = [value for value in arguments if value is not None]
+    state, group = _joined(walk, node, values)
+    if len(values) < len(arguments) or state == R:
         return walk.opaque(node)
     _check_loss(walk, node, *node.args[1:4])
     gradient, total = (_argument(walk, node.args[at]) for at in (0, 6))
@@ -456,8 +456,8 @@ def _reduced(walk: Walk, node: fx.Node, argument: Any, value: Value | None) -> V
     assert value is not None
     if value.state in (P, M):
         if op != {P: "sum", M: "max"}[value.state] or value.group is None or value.group[0] != group:
-            what = f"{WORDS[value.state]} of {argument} by {op!r} over the ranks of {group!r}"
-            walk.fail(node, f"reduces {what}, which is to be reduced otherwise, or over another group")
+            reduction = f"{WORDS[value.state]} of {argument} by {op!r} over the ranks of {group!r}"
+            walk.fail(node, f"reduces {reduction}, which is to be reduced otherwise, or over another group")
         return replace(value, state=R, group=None)
     return replace(value, term=walk.reduced(node, value.term, op, group))
 

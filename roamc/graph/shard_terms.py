@@ -93,7 +93,7 @@ class _Shared:
         self.differs: list[bool] = []
         while True:
             self.differs = []
-            more = {given for given, gradient in gradients if not self.holds(gradient)} - self.parts
+            more = {term for term, gradient in gradients if not self.holds(gradient)} - self.parts
             if not more:
                 break
             self.parts |= more
@@ -173,20 +173,20 @@ def _composed(inner: Sizes, outer: Sizes) -> Sizes | None:
     if not all(size for size, _ in (*inner, *outer)):
         return None
     left = list(inner)
-    found: list[tuple[int, bool]] = []
+    pairs: list[tuple[int, bool]] = []
     for size, repeats in outer:
         if repeats:
-            found.append((size, True))
+            pairs.append((size, True))
             continue
         while size > 1:
             own, mark = left.pop(0)
             step = min(size, own)
             if size % step or own % step:
                 return None
-            found.append((step, mark))
+            pairs.append((step, mark))
             size //= step
             left[:0] = [(own // step, mark)] if own > step else []
-    return merged([size for size, _ in found], [at for at, (_, repeats) in enumerate(found) if repeats])
+    return merged([size for size, _ in pairs], [at for at, (_, repeats) in enumerate(pairs) if repeats])
 
 
 def merged(shape: Sequence[int], marked: Sequence[int]) -> Sizes:
@@ -198,13 +198,13 @@ def merged(shape: Sequence[int], marked: Sequence[int]) -> Sizes:
         shape: sizes of a tensor.
         marked: the dimensions that are marked, such as those along which elements are repeated.
     """
-    found: list[tuple[int, bool]] = []
+    pairs: list[tuple[int, bool]] = []
     for at, size in enumerate(shape):
         if size == 1:
             continue
         mark = at in marked
-        if found and found[-1][1] == mark:
-            found[-1] = (found[-1][0] * size, mark)
+        if pairs and pairs[-1][1] == mark:
+            pairs[-1] = (pairs[-1][0] * size, mark)
         else:
-            found.append((size, mark))
-    return tuple(found)
+            pairs.append((size, mark))
+    return tuple(pairs)

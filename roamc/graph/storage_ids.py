@@ -75,12 +75,12 @@ def number_result(node: fx.Node) -> None:
     node.meta[STORAGES] = tuple(_id_at(tensor, by_address) for _, tensor in tensors_of(node))
 
 
-def _id_at(tensor: torch.Tensor, known: dict[int, StorageId]) -> StorageId:
-    """The id of a fake tensor's storage by its address; a new one is added to ``known``, which maps address to id."""
+def _id_at(tensor: torch.Tensor, ids: dict[int, StorageId]) -> StorageId:
+    """The id of a fake tensor's storage by its address; a new one is added to ``ids``, which maps address to id."""
     address = identity(tensor)
-    if address not in known:
-        known[address] = new_id(int(tensor.untyped_storage().nbytes()))
-    return known[address]
+    if address not in ids:
+        ids[address] = new_id(int(tensor.untyped_storage().nbytes()))
+    return ids[address]
 
 
 def ids_of(node: fx.Node) -> tuple[StorageId, ...]:
@@ -114,7 +114,7 @@ def placed(node: fx.Node) -> Sequence[tuple[int, torch.Tensor, StorageId]]:
     value, ids = node.meta.get("val"), ids_of(node)
     if isinstance(value, torch.Tensor):
         return ((0, value, ids[0]),)
-    return [(*found, storage) for found, storage in zip(tensors_of(node), ids, strict=True)] if ids else ()
+    return [(*result, storage) for result, storage in zip(tensors_of(node), ids, strict=True)] if ids else ()
 
 
 def all_ids(nodes: Iterable[fx.Node | None]) -> set[StorageId]:

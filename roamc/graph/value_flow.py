@@ -89,14 +89,14 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
         elif node.op == "call_function":
             if not crossed and graph.phase[node.name] is not Phase.FORWARD and not ops.is_view(node.target):
                 crossed = True
-                early = [(made, port) for made, port in returned if port.phase is Phase.FORWARD]
+                early = [(value, port) for value, port in returned if port.phase is Phase.FORWARD]
                 finals |= walk.results(early, "forward")
                 walk.hand_over(handed_in)
             try:
                 odd = walk.call(node)
             except RuntimeError as error:  # an operator on fake tensors, such as one that makes a view
-                what = str(error).partition("\n")[0]
-                raise VerifyError(f"after pass {after!r}: {node.name} cannot run on what it reads: {what}") from None
+                reason = str(error).partition("\n")[0]
+                raise VerifyError(f"after pass {after!r}: {node.name} cannot run on what it reads: {reason}") from None
             if odd is not None:
                 raise VerifyError(f"after pass {after!r}: {node.name} is a view {odd}")
     finals |= walk.results(returned, "step")
@@ -159,18 +159,18 @@ def check(
             f"after pass {after!r}: {seeds.name} draws seeds of dropouts, which then keep other elements than eager: "
             "allow it with options={'numerics': 'fast'}, or plan again"
         )
-    now = read(graph, before.numbers, after)
-    _check_kept(graph, before, now, after)
+    flow = read(graph, before.numbers, after)
+    _check_kept(graph, before, flow, after)
     early = enumerate(graph.outputs) if handed_over and graph.boundary else ()
-    compare(now, before, after, {_output(at, port, "step") for at, port in early if port.phase is Phase.FORWARD})
-    return now
+    compare(flow, before, after, {_output(at, port, "step") for at, port in early if port.phase is Phase.FORWARD})
+    return flow
 
 
-def compare(now: Flow, before: Flow, after: str, besides: Collection[str] = ()) -> None:
+def compare(flow: Flow, before: Flow, after: str, besides: Collection[str] = ()) -> None:
     """Compare the values of a graph with those that it had before a pass, as far as :func:`check` does.
 
     Args:
-        now: values of the graph that the pass left.
+        flow: values of the graph that the pass left.
         before: values of the graph before the pass, with the same ``numbers``.
         after: name of the pass.
         besides: keys of ``finals`` that are left out.
@@ -178,17 +178,17 @@ def compare(now: Flow, before: Flow, after: str, besides: Collection[str] = ()) 
     Raises:
         VerifyError: an operator, an output or a tensor of the caller gets another value.
     """
-    for name, number in now.operators.items():
+    for name, number in flow.operators.items():
         if before.operators.get(name, number) != number:
-            fail(now, before, after, name, before.operators[name], number)
-    if [number for number, _ in now.effects] != [number for number, _ in before.effects]:
-        fail_effects(now, before, after)
-    for what in {**before.finals, **now.finals}:
-        if what not in besides and before.finals.get(what) != now.finals.get(what):
-            fail(now, before, after, what, before.finals.get(what), now.finals.get(what))
+            fail(flow, before, after, name, before.operators[name], number)
+    if [number for number, _ in flow.effects] != [number for number, _ in before.effects]:
+        fail_effects(flow, before, after)
+    for key in {**before.finals, **flow.finals}:
+        if key not in besides and before.finals.get(key) != flow.finals.get(key):
+            fail(flow, before, after, key, before.finals.get(key), flow.finals.get(key))
 
 
-def _check_kept(graph: TrainGraph, before: Flow, now: Flow, after: str) -> None:
+def _check_kept(graph: TrainGraph, before: Flow, flow: Flow, after: str) -> None:
     """Refuse a pass that has what :func:`roamc.keep` keeps computed once more, or encoded.
 
     Where an operator that is not kept had the same value as one that is, a new one with that value is taken for another
@@ -206,7 +206,7 @@ def _check_kept(graph: TrainGraph, before: Flow, now: Flow, after: str) -> None:
         if name not in names:
             kept.pop(number, None)
     for node in graph.graph.nodes:
-        again = kept.get(now.operators.get(node.name, -1))
+        again = kept.get(flow.operators.get(node.name, -1))
         if again and node.name not in before.operators and not isinstance(node.target, Composite):
             raise VerifyError(f"after pass {after!r}: {node.name} runs {again} again, which roamc.keep keeps")
     for encoding in graph.encodings:
@@ -354,13 +354,13 @@ class Walk:
         return {f"{name} ({node.name})": self._content[storage] for storage in written}
 
     def _write(
-        self, node: fx.Node, place: Place, target: Target, number: Number, made: Number | None, position: int
+        self, node: fx.Node, place: Place, target: Target, number: Number, elements: Number | None, position: int
     ) -> None:
         """Note that ``node``, the call with this ``number``, writes to ``place`` what its twin or a member makes."""
         content = self._note("written", number, position, by=node.name)
         called: Any = node.target
-        if target.twin is not None or (isinstance(called, Composite) and made is not None):
-            result = made if made is not None else self._note("part", number, 0, by=node.name)
+        if target.twin is not None or (isinstance(called, Composite) and elements is not None):
+            result = elements if elements is not None else self._note("part", number, 0, by=node.name)
             content = self.numbers.patched(self._content[self._memory(place)], place, self.uncopied(result))
         self.writers.setdefault(content, node.name)
         self._content[self._memory(place)] = content
@@ -408,10 +408,10 @@ class Walk:
 
         It is ``elements`` itself for elements that are no copy.
         """
-        kind, *said = self.numbers.key(elements)
+        kind, *fields = self.numbers.key(elements)
         if kind == "filled":
-            return self.uncopied(int(said[1]))
-        return self.uncopied(self.numbers.elements(*said)) if kind == "copied" else elements
+            return self.uncopied(int(fields[1]))
+        return self.uncopied(self.numbers.elements(*fields)) if kind == "copied" else elements
 
     def number(self, call: Call) -> Number:
         """Return the number that stands for the value of ``call``, as :meth:`called` gives it."""
@@ -442,14 +442,14 @@ class Walk:
             ]
             return None if same else f"of {node.args[0]}, and is not its result {node.args[1]}"
         bases = [node.args[position] for position in target.rule.view_of if position < len(node.args)]
-        known = [base for base in bases if isinstance(base, fx.Node)]
-        within = [place.storage for base in known for place in self.numbers.places(base)]
+        base_nodes = [base for base in bases if isinstance(base, fx.Node)]
+        within = [place.storage for base in base_nodes for place in self.numbers.places(base)]
         if within and any(place.storage not in within for place in places):
-            return f"of {known[0]}, and lies in another storage"
-        wanted = self._viewed(node, target)
-        if [place.geometry for place in wanted] == [place.geometry for place in places]:
+            return f"of {base_nodes[0]}, and lies in another storage"
+        viewed = self._viewed(node, target)
+        if [place.geometry for place in viewed] == [place.geometry for place in places]:
             return None
-        return f"of {known[0]}, and lies elsewhere in it than its arguments say"
+        return f"of {base_nodes[0]}, and lies elsewhere in it than its arguments say"
 
     def _makes_anew(self, node: fx.Node, target: Target, fresh: Sequence[Place]) -> bool:
         """Whether ``node``, whose operator makes views, makes new tensors here instead of views of its argument."""
@@ -471,10 +471,10 @@ class Walk:
         places = self.numbers.places(value) if isinstance(value, fx.Node) else ()
         return ("at", *[place.geometry for place in places]) if places else self._key(value)
 
-    def _make(self, node: fx.Node, fresh: Sequence[Place], made: Mapping[int, Number]) -> None:
+    def _make(self, node: fx.Node, fresh: Sequence[Place], contents: Mapping[int, Number]) -> None:
         number = self._other.get(node, -1)
         for place in fresh:
-            content = made.get(place.position)
+            content = contents.get(place.position)
             if content is None:
                 content = self.numbers.of("part", number, place.position)
             self.makers.setdefault(content, node.name)
@@ -489,19 +489,20 @@ class Walk:
         self.makers.setdefault(number, by)
         return number
 
-    def run(self, body: fx.Graph, given: Sequence[Number], name: str = "") -> tuple[Number, list[Number]]:
+    def run(self, body: fx.Graph, arguments: Sequence[Number], name: str = "") -> tuple[Number, list[Number]]:
         """Run a graph of its own, such as the members of a group, on values of this one.
 
         Args:
             body: its placeholders are tensors, its output node has one tensor or several.
-            given: for each placeholder the content of the storage of what stands for it; of a number its own number.
+            arguments: for each placeholder the content of the storage of what stands for it; of a number its own
+                number.
             name: of an operator.
 
         Returns:
             (number of the operator ``name``, or of the last one if there is none, content of the storage of each
             result).
         """
-        walk, contents = Walk(self.numbers), iter(given)
+        walk, contents = Walk(self.numbers), iter(arguments)
         walk.state = self.numbers.of("generator inside")  # no draw outside has it, so that none is repeated inside
         number, contents_made = -1, list[Number]()
         for node in body.nodes:

@@ -9,49 +9,49 @@ from roamc.errors import VerifyError, way_out
 from roamc.graph.value_numbers import Flow, Number, Numbers
 
 
-def fail(now: Flow, before: Flow, after: str, reader: str, wanted: Number | None, found: Number | None) -> None:
+def fail(flow: Flow, before: Flow, after: str, reader: str, old: Number | None, new: Number | None) -> None:
     """Follow two numbers down to where they begin to differ, and raise an error that says what is read there.
 
     Args:
-        now: values of the graph that a pass left.
+        flow: values of the graph that a pass left.
         before: values of the graph before the pass, with the same ``numbers``.
         after: name of the pass.
         reader: operator, output or tensor of the caller's that gets another value.
-        wanted: number that ``reader`` had before the pass; None if it had none.
-        found: number that ``reader`` has now; None if it has none.
+        old: number that ``reader`` had before the pass; None if it had none.
+        new: number that ``reader`` has now; None if it has none.
 
     Raises:
         VerifyError: always.
     """
-    path = list(_path(now.numbers, wanted, found))
-    calls = [number for _, number in path if now.numbers.key(number)[0] == "call"]
-    via = next((now.makers[number] for number in reversed(calls) if number in now.makers), reader)
-    wanted, found = path[-1] if path else (wanted, found)
-    said = f"would read {_words(now, found)} and not {_words(before, wanted)}, as in the captured graph"
-    if wanted is not None and found is not None and _is_same_call(now.numbers, wanted, found):
-        said = "would run with other arguments than in the captured graph"
-        if now.numbers.key(wanted)[:-1] == now.numbers.key(found)[:-1]:
-            said = "would run an operator again that may give other bits each time"
+    path = list(_path(flow.numbers, old, new))
+    calls = [number for _, number in path if flow.numbers.key(number)[0] == "call"]
+    via = next((flow.makers[number] for number in reversed(calls) if number in flow.makers), reader)
+    old, new = path[-1] if path else (old, new)
+    fault = f"would read {_words(flow, new)} and not {_words(before, old)}, as in the captured graph"
+    if old is not None and new is not None and _is_same_call(flow.numbers, old, new):
+        fault = "would run with other arguments than in the captured graph"
+        if flow.numbers.key(old)[:-1] == flow.numbers.key(new)[:-1]:
+            fault = "would run an operator again that may give other bits each time"
     through = f" through {via}, which" if via != reader else ""
-    raise VerifyError(f"after pass {after!r}: {reader}{through} {said}; {way_out(after)}")
+    raise VerifyError(f"after pass {after!r}: {reader}{through} {fault}; {way_out(after)}")
 
 
-def fail_effects(now: Flow, before: Flow, after: str) -> None:
+def fail_effects(flow: Flow, before: Flow, after: str) -> None:
     """Raise an error that names the operator with an effect that runs in another place, or counts those before and now.
 
     Args:
-        now: values of the graph that a pass left; its ``effects`` have other numbers than those of ``before``.
+        flow: values of the graph that a pass left; its ``effects`` have other numbers than those of ``before``.
         before: values of the graph before the pass.
         after: name of the pass.
 
     Raises:
         VerifyError: always.
     """
-    for (number, name), (wanted, first) in zip(now.effects, before.effects, strict=False):
-        if number != wanted:
+    for (number, name), (old, first) in zip(flow.effects, before.effects, strict=False):
+        if number != old:
             raise VerifyError(f"after pass {after!r}: {name} runs where {first} ran in the captured graph")
     raise VerifyError(
-        f"after pass {after!r}: {len(now.effects)} operators with an effect, {len(before.effects)} before"
+        f"after pass {after!r}: {len(flow.effects)} operators with an effect, {len(before.effects)} before"
     )
 
 
@@ -78,9 +78,9 @@ WORDS = {
 """First part of a key to what the key stands for; ``{}`` is the name of an operator."""
 
 
-def _path(numbers: Numbers, wanted: Number | None, found: Number | None) -> Iterator[tuple[Number, Number]]:
+def _path(numbers: Numbers, old: Number | None, new: Number | None) -> Iterator[tuple[Number, Number]]:
     """Yield two numbers that differ, then the differing numbers inside these, and so on while operators agree."""
-    pair = (wanted, found) if wanted is not None and found is not None else None
+    pair = (old, new) if old is not None and new is not None else None
     while pair is not None:
         yield pair
         pair = _inside(numbers.key(pair[0]), numbers.key(pair[1]))
@@ -89,9 +89,9 @@ def _path(numbers: Numbers, wanted: Number | None, found: Number | None) -> Iter
             return
 
 
-def _is_same_call(numbers: Numbers, wanted: Number, found: Number) -> bool:
+def _is_same_call(numbers: Numbers, old: Number, new: Number) -> bool:
     """Whether both are calls of one operator."""
-    return numbers.key(wanted)[:2] == numbers.key(found)[:2] and numbers.key(found)[0] == "call"
+    return numbers.key(old)[:2] == numbers.key(new)[:2] and numbers.key(new)[0] == "call"
 
 
 NUMBERED = {
@@ -104,13 +104,13 @@ NUMBERED = {
 """First part of a key to the positions in the key that hold numbers; keys "read" and "other" hold them everywhere."""
 
 
-def _inside(wanted: Any, found: Any) -> tuple[Number, Number] | None:
+def _inside(old_key: Any, new_key: Any) -> tuple[Number, Number] | None:
     """The first two numbers that differ in two keys; None where something else differs before."""
-    if not (isinstance(wanted, tuple) and isinstance(found, tuple)) or len(wanted) != len(found):
+    if not (isinstance(old_key, tuple) and isinstance(new_key, tuple)) or len(old_key) != len(new_key):
         return None
-    everywhere = range(len(wanted)) if wanted and wanted[0] in ("read", "other") else ()
-    numbered = NUMBERED.get(wanted[0], everywhere) if wanted and isinstance(wanted[0], str) else ()
-    for at, (one, other) in enumerate(zip(wanted, found, strict=True)):
+    everywhere = range(len(old_key)) if old_key and old_key[0] in ("read", "other") else ()
+    numbered = NUMBERED.get(old_key[0], everywhere) if old_key and isinstance(old_key[0], str) else ()
+    for at, (one, other) in enumerate(zip(old_key, new_key, strict=True)):
         if one == other:
             continue
         if at in numbered and type(one) is type(other) is int:

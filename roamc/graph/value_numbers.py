@@ -62,12 +62,12 @@ class Numbers:
 
     def target(self, target: Any) -> Target:
         """Return what is known of the operator ``target``, looked up by identity: hashing an operator is slow."""
-        known = self._targets.get(id(target))
-        if known is None:
+        cached = self._targets.get(id(target))
+        if cached is None:
             rule = ops.rule(target)
-            known = Target(target, self.of("target", target), rule, ops.is_view(target), _twin(target, rule))
-            self._targets[id(target)] = known
-        return known
+            cached = Target(target, self.of("target", target), rule, ops.is_view(target), _twin(target, rule))
+            self._targets[id(target)] = cached
+        return cached
 
     def in_rows(self, shape: Sequence[int], dtype: torch.dtype) -> Number:
         """Return the geometry of a contiguous tensor of ``shape`` and ``dtype`` that begins its storage."""
@@ -77,10 +77,10 @@ class Numbers:
     def places(self, node: fx.Node) -> tuple[Place, ...]:
         """Return the place of each tensor among the results of ``node``."""
         value, ids = node.meta.get("val"), node.meta.get(STORAGES)
-        known = self._tensors.get(id(ids))
-        if known is None or known[0] is not ids or known[1] is not value:
-            known = self._tensors[id(ids)] = ids, value, tuple(self._place(*one) for one in placed(node))
-        return known[2]
+        cached = self._tensors.get(id(ids))
+        if cached is None or cached[0] is not ids or cached[1] is not value:
+            cached = self._tensors[id(ids)] = ids, value, tuple(self._place(*one) for one in placed(node))
+        return cached[2]
 
     def lies(self, key: Key, base: torch.Tensor, make: Callable[[], Any]) -> tuple[Place, ...]:
         """Return the places of the views that ``make`` gives.
@@ -139,9 +139,9 @@ class Numbers:
             return content
         if geometry != part.geometry or not part.whole:
             return self.of("patched", content, geometry, elements)
-        kind, *said = self.key(elements)
-        if kind == "elements" and said[1] == geometry:
-            return int(said[0])
+        kind, *fields = self.key(elements)
+        if kind == "elements" and fields[1] == geometry:
+            return int(fields[0])
         if kind == "elements" or self._born.get(elements, geometry) != geometry:  # the same elements, other bytes
             elements = self.of("filled", geometry, elements)
         self.born(elements, geometry)
@@ -160,9 +160,9 @@ class Numbers:
 
     def _innermost(self, content: Number, geometry: Number, elements: Number) -> tuple[Number, Number]:
         """Geometry and elements of the innermost write: ``elements`` may be a copy of the part with a part patched."""
-        kind, *said = self.key(elements)
-        inside = kind == "patched part" and said[:2] == [content, geometry]
-        return (said[2], said[3]) if inside else (geometry, elements)
+        kind, *fields = self.key(elements)
+        inside = kind == "patched part" and fields[:2] == [content, geometry]
+        return (fields[2], fields[3]) if inside else (geometry, elements)
 
     def _place(self, position: int, tensor: torch.Tensor, storage: StorageId) -> Place:
         shape = tuple(map(int, tensor.shape))

@@ -63,14 +63,14 @@ def constraints(graph: TrainGraph) -> Constraints:
     return Constraints(tuple((names[before], names[after]) for before, after in memory.edges), effects)
 
 
-def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, *, deep: bool = False) -> None:
+def check_graph(graph: TrainGraph, after: str, earlier: Constraints | None = None, *, deep: bool = False) -> None:
     """Check that a graph is well-formed: ports, phases, order, aliases and in-place reuse.
 
     Args:
         graph: what the pass left.
         after: name of the pass, for the message.
-        kept: constraints of the graph before the pass; pairs whose nodes are gone are skipped, effects must stay. None
-            for no constraints.
+        earlier: constraints of the graph before the pass; pairs whose nodes are gone are skipped, effects must stay.
+            None for no constraints.
         deep: whether to derive shape, dtype, strides and device of every result again from its operator as well.
 
     Raises:
@@ -79,13 +79,13 @@ def check_graph(graph: TrainGraph, after: str, kept: Constraints | None = None, 
     try:
         graph.graph.lint()
     except (RuntimeError, AssertionError) as error:
-        what = str(error).splitlines()[0]
-        raise VerifyError(f"after pass {after!r}: the graph is malformed: {what}; {way_out(after)}") from None
+        reason = str(error).splitlines()[0]
+        raise VerifyError(f"after pass {after!r}: the graph is malformed: {reason}; {way_out(after)}") from None
     _check_numbered(graph, after)
     _check_ports(graph, after)
     _check_phases(graph, after)
     _check_finished(graph, after)
-    _check_order(graph, after, kept or Constraints())
+    _check_order(graph, after, earlier or Constraints())
     if deep:
         _check_metadata(graph, after)
     _check_aliases(graph, after)
@@ -123,16 +123,16 @@ def storage_lives(graph: TrainGraph) -> dict[str, Life]:
     return lives
 
 
-def _fail(graph: TrainGraph, after: str, node: fx.Node, what: str) -> None:
+def _fail(graph: TrainGraph, after: str, node: fx.Node, fault: str) -> None:
     nodes = list(graph.graph.nodes)
     at = nodes.index(node)
     shown = []
     for other in nodes[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]:
         mark = ">" if other is node else " "
         shown.append(f"  {mark} {other.format_node()}")
-    log.debug("after pass %r: %s\n%s", after, what, "\n".join(shown))
+    log.debug("after pass %r: %s\n%s", after, fault, "\n".join(shown))
     hint = "" if after == "capture" else f"{way_out(after)}; "
-    raise VerifyError(f'after pass {after!r}: {what}; {hint}TORCH_LOGS="+roamc" shows the graph around it')
+    raise VerifyError(f'after pass {after!r}: {fault}; {hint}TORCH_LOGS="+roamc" shows the graph around it')
 
 
 def _check_numbered(graph: TrainGraph, after: str) -> None:
@@ -217,7 +217,7 @@ def _check_under_way(graph: TrainGraph, after: str, starts: set[fx.Node]) -> Non
             under_way[node] = read - changed, changed
 
 
-def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
+def _check_order(graph: TrainGraph, after: str, earlier: Constraints) -> None:
     position = {node.name: index for index, node in enumerate(graph.graph.nodes)}
     by_name = {node.name: node for node in graph.graph.nodes}
     for node in operators(graph.graph):
@@ -229,12 +229,12 @@ def _check_order(graph: TrainGraph, after: str, kept: Constraints) -> None:
         source: Any = node.all_input_nodes[0].target if target is operator.getitem else None
         if isinstance(source, Composite):
             position[node.name] = position[node.all_input_nodes[0].name]  # a member, which runs there
-    for name in kept.effects:
+    for name in earlier.effects:
         if name not in position:
             raise VerifyError(
                 f"after pass {after!r}: {name}, which writes, draws or asserts, is gone; {way_out(after)}"
             )
-    for before, behind in kept.order:
+    for before, behind in earlier.order:
         if before in position and behind in position and position[before] > position[behind]:
             _fail(
                 graph, after, by_name[behind], f"{behind} must stay behind {before} (data, write, random or collective)"
@@ -278,17 +278,17 @@ def _check_sharing(graph: TrainGraph, after: str, node: fx.Node, shared: Sequenc
     if node.target is operator.getitem and not all(shared):
         _fail(graph, after, node, f"{node.name} is not a result of {node.args[0]}")
     if any(shared) and not (rule.view_of or rule.mutates):
-        what = f"{node.name} shares storage with an input; the operator table has no row for {node.target}"
-        _fail(graph, after, node, what)
+        fault = f"{node.name} shares storage with an input; the operator table has no row for {node.target}"
+        _fail(graph, after, node, fault)
 
 
 def _check_read(graph: TrainGraph, after: str) -> None:
     """Check that arguments lie as kernels take them that read memory whatever the strides are."""
     for node in operators(graph.graph):
         for argument, form in ops.misread(node):
-            told = f"{argument.name}, {_short(value_of(argument))}"
+            tensor = f"{argument.name}, {_short(value_of(argument))}"
             _fail(
-                graph, after, node, f"{node.name} would read {told}, as if it were {str(form).removeprefix('torch.')}"
+                graph, after, node, f"{node.name} would read {tensor}, as if it were {str(form).removeprefix('torch.')}"
             )
 
 
@@ -313,8 +313,8 @@ def _check_reuse(graph: TrainGraph, after: str) -> None:
             _check_overwriting(graph, after, node, argument, shared)
             of_storage = values_in[shared.of(id_of(argument))]
             if of_storage[0].op != "call_function":
-                what = f"{node.name} is to be written over {of_storage[0].name}, a tensor of the caller's"
-                _fail(graph, after, node, what)
+                fault = f"{node.name} is to be written over {of_storage[0].name}, a tensor of the caller's"
+                _fail(graph, after, node, fault)
             if any(ops.rule(maker.target).space is not Space.DEVICE for maker in (node, of_storage[0])):
                 _fail(graph, after, node, f"{node.name} is to be written over {of_storage[0].name}, in another memory")
             stale.update(of_storage)
@@ -333,8 +333,8 @@ def _check_overwriting(graph: TrainGraph, after: str, node: fx.Node, argument: f
     for other in node.all_input_nodes:
         read = [tensor for _, tensor, storage in placed(other) if shared.of(storage) == lies_in]
         if any(_lies(tensor) != _lies(reused) for tensor in read):
-            what = f"{node.name} is to be written over {argument.name}, and reads it as {other.name} as well"
-            _fail(graph, after, node, what)
+            fault = f"{node.name} is to be written over {argument.name}, and reads it as {other.name} as well"
+            _fail(graph, after, node, fault)
 
 
 def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -353,11 +353,11 @@ def _check_metadata(graph: TrainGraph, after: str) -> None:
             target: Any = node.target
             fresh = corrected(node, target(*arguments, **keywords), mode)
         results = dict(enumerate(fresh)) if isinstance(fresh, list | tuple) else {0: fresh}
-        for position, told in tensors_of(node):
+        for position, noted in tensors_of(node):
             result = results.get(position)
-            if not isinstance(result, torch.Tensor) or _geometry(told) != _geometry(result):
+            if not isinstance(result, torch.Tensor) or _geometry(noted) != _geometry(result):
                 gives = _short(result) if isinstance(result, torch.Tensor) else repr(result)
-                _fail(graph, after, node, f"{node.name} is noted as {_short(told)}, its operator gives {gives}")
+                _fail(graph, after, node, f"{node.name} is noted as {_short(noted)}, its operator gives {gives}")
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
