@@ -187,13 +187,13 @@ def plan(
             return
         if save is not None:
             _check_writable(save)
-        found = _answer(request).plan
+        step_plan = _answer(request).plan
         if save is not None:
-            files.write_text(save, found.to_json() + "\n")
+            files.write_text(save, step_plan.to_json() + "\n")
         if as_json:
-            _print_json({**found.to_dict(seconds=True), "fragmentation": found.fragmentation, "fits": True})
+            _print_json({**step_plan.to_dict(seconds=True), "fragmentation": step_plan.fragmentation, "fits": True})
         else:
-            text.show_plan(text.console(), found)
+            text.show_plan(text.console(), step_plan)
 
 
 @app.command()
@@ -240,27 +240,27 @@ def explain(
         traced = not (source or graph) if curve is None else curve
         if graphml is not None:
             _check_writable(graphml)
-        found = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
+        report = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
         if graphml is not None:
-            write_graphml(found.graph, graphml)
-        compiled = _kernels(found) if kernels else None
+            write_graphml(report.graph, graphml)
+        compiled = _kernels(report) if kernels else None
         if as_json:
-            more: dict[str, Any] = {"graph": printed(found.graph)} if graph else {}
+            more: dict[str, Any] = {"graph": printed(report.graph)} if graph else {}
             if compiled is not None:
                 more["kernels"] = [dataclasses.asdict(kernel) for kernel in compiled]
-            _print_json({**found.to_dict(top), **more})
+            _print_json({**report.to_dict(top), **more})
             return
         if not (source or graph) or curve or html is not None:
-            text.show_explanation(text.console(), found, top)
+            text.show_explanation(text.console(), report, top)
             if compiled is not None:
                 text.show_kernels(text.console(), compiled)
-            for what, path in (("picture", html), ("graph", graphml)):
+            for content, path in (("picture", html), ("graph", graphml)):
                 if path is not None:
-                    typer.echo(f"\nthe {what} is in {path}")
+                    typer.echo(f"\nthe {content} is in {path}")
         elif source:
-            text.show_source(text.console(), found.source)
+            text.show_source(text.console(), report.source)
         if graph:
-            typer.echo(printed(found.graph), nl=False)
+            typer.echo(printed(report.graph), nl=False)
 
 
 @app.command()
@@ -284,16 +284,16 @@ def layout(
     Example: roamc layout A.csv --capacity 1MiB --output out.csv
     """
     with _reported(debug, as_json):
-        asked = None if capacity is None else parse_bytes(capacity)
+        capacity_bytes = None if capacity is None else parse_bytes(capacity)
         if output is not None:
             _check_writable(output)
-        found = layout_file.lay_out(file, asked, seconds, output)
+        outcome = layout_file.lay_out(file, capacity_bytes, seconds, output)
         if as_json:
-            _print_json(found)
+            _print_json(outcome)
         else:
-            text.show_rows(text.console(), ("layout", str(file)), layout_file.rows(found))
-        if not found["fits"]:
-            typer.echo(f"does not fit: {layout_file.shortfall(found)}", err=True)
+            text.show_rows(text.console(), ("layout", str(file)), layout_file.rows(outcome))
+        if not outcome["fits"]:
+            typer.echo(f"does not fit: {layout_file.shortfall(outcome)}", err=True)
             raise _DoesNotFit(DOES_NOT_FIT)
 
 
@@ -365,12 +365,12 @@ def demo(
     """
     with _reported(debug, as_json):
         parse_budget(memory_budget)
-        said = "training with and without roamc"
-        with Stages(said, steps) as stages:
+        stage = "training with and without roamc"
+        with Stages(stage, steps) as stages:
             task = Task("eager", steps, batch, seq, layers, width, heads, memory_budget)
             stages.now("getting the solvers ready, for which a new installation compiles them")
             warm_up()
-            result = race(task, lambda done: stages.now(said, done))
+            result = race(task, lambda done: stages.now(stage, done))
         if as_json:
             _print_json(result.to_dict())
         else:
@@ -387,12 +387,12 @@ def _several(request: Request, budgets: list[str], save: Path | None, as_json: b
     if save is not None:
         raise OptionError("--save writes one plan: give one --memory-budget")
     with Stages(f"building {request.target}") as stages:
-        found = points(request, budgets, say=stages.now)
+        frontier_points = points(request, budgets, say=stages.now)
     if as_json:
-        _print_json([point.to_dict() for point in found])
+        _print_json([point.to_dict() for point in frontier_points])
     else:
-        text.show_points(text.console(), found[0].plan.name, found)
-    if not all(point.fits for point in found):
+        text.show_points(text.console(), frontier_points[0].plan.name, frontier_points)
+    if not all(point.fits for point in frontier_points):
         raise _DoesNotFit(DOES_NOT_FIT)
 
 
@@ -407,9 +407,9 @@ def _answer(request: Request, source: bool = False, curve: bool = False) -> Expl
         return answer(request, source=source, curve=curve, say=stages.now)
 
 
-def _kernels(found: Explanation) -> tuple[KernelReport, ...]:
+def _kernels(report: Explanation) -> tuple[KernelReport, ...]:
     with Stages("compiling kernels") as stages:
-        return kernels_of(found.graph, stages.now)
+        return kernels_of(report.graph, stages.now)
 
 
 def _drawn(request: Request, source: bool, curve: bool, path: Path) -> Explanation:

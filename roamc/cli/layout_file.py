@@ -60,24 +60,24 @@ def lay_out(path: Path, capacity: Bytes | None, seconds: Seconds | None, output:
     }
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return ``found``, a result of :func:`lay_out`, as (label, text) rows of a table."""
+def rows(layout: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return ``layout``, a result of :func:`lay_out`, as (label, text) rows of a table."""
     shown = {
-        "storages": f"{found['storages']}",
-        "arena": f"{found['arena_bytes']} ({format_bytes(found['arena_bytes'])})",
-        "lower bound": f"{found['bound_bytes']}",
-        "fragmentation": f"{found['fragmentation']:.4%}",
-        "status": found["status"],
-        "algorithm": found["algorithm"],
-        "seconds": f"{found['seconds']:.3f}",
+        "storages": f"{layout['storages']}",
+        "arena": f"{layout['arena_bytes']} ({format_bytes(layout['arena_bytes'])})",
+        "lower bound": f"{layout['bound_bytes']}",
+        "fragmentation": f"{layout['fragmentation']:.4%}",
+        "status": layout["status"],
+        "algorithm": layout["algorithm"],
+        "seconds": f"{layout['seconds']:.3f}",
     }
     return list(shown.items())
 
 
-def shortfall(found: dict[str, Any]) -> str:
-    """Return a sentence on why the capacity is not met; ``found`` is a result of :func:`lay_out` that does not fit."""
-    arena, bound, capacity = found["arena_bytes"], found["bound_bytes"], found["capacity"]
+def shortfall(layout: dict[str, Any]) -> str:
+    """Return a sentence on why the capacity is not met; ``layout`` is a result of :func:`lay_out` that does not fit."""
+    arena, bound, capacity = layout["arena_bytes"], layout["bound_bytes"], layout["capacity"]
     if bound > capacity:
         return f"{bound} bytes are live at once, the capacity is {capacity}"
-    known = "no layout is lower" if found["status"] == "infeasible" else "the search has ended without a proof"
-    return f"the lowest arena found has {arena} bytes, the capacity is {capacity}; {known}"
+    proof = "no layout is lower" if layout["status"] == "infeasible" else "the search has ended without a proof"
+    return f"the lowest arena found has {arena} bytes, the capacity is {capacity}; {proof}"

@@ -53,13 +53,13 @@ class Ranks:
         """
         if self.placed is None:
             return work()
-        result, own, said = None, None, ""
+        result, own, failure = None, None, ""
         try:
             result = work()
         except Exception as error:  # it is raised below, on all ranks
-            own, said = error, self.said(error)
+            own, failure = error, self.said(error)
         failures: list[Any] = [""] * self.placed.ranks
-        dist.all_gather_object(failures, said)
+        dist.all_gather_object(failures, failure)
         for rank, text in enumerate(failures):
             if text:
                 raise RanksError(f"rank {rank}: {text}") from own

@@ -121,15 +121,15 @@ def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage:
         CaptureError: the step cannot be captured.
     """
     options, mesh = options_of(request), mesh_of(request)
-    asked = [budget for budget in map(parse_budget, budgets) if budget is not None]
+    parsed_budgets = [budget for budget in map(parse_budget, budgets) if budget is not None]
     with mesh.planned_for():
         graph, _ = _captured(request, options, mesh, say)
         say("getting the solvers ready, for which a new installation compiles them")
         warm_up()
-        say(f"planning {graph.name}, {len(asked)} budgets")
-        made = frontier(graph, options, asked)
-    check_tokens(made[0].plan)
-    return made
+        say(f"planning {graph.name}, {len(parsed_budgets)} budgets")
+        frontier_points = frontier(graph, options, parsed_budgets)
+    check_tokens(frontier_points[0].plan)
+    return frontier_points
 
 
 def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:
@@ -157,8 +157,8 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
         planned, traced = _planned(graph, options, seconds, say, curve)
     planned = _of_mesh(planned, request, mesh)
     lives = lives_of(planned.graph)
-    found = explain(eager, planned, emit(planned.graph).listing if source else "", lives, traced)
-    return draw(found, before, planned.graph, lives)
+    report = explain(eager, planned, emit(planned.graph).listing if source else "", lives, traced)
+    return draw(report, before, planned.graph, lives)
 
 
 def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple[TrainGraph, Seconds]:
@@ -232,23 +232,23 @@ def options_of(request: Request) -> Options:
     check_clip(request.clip_grad_norm)
     if request.forward_backward and request.clip_grad_norm is not None:
         raise OptionError("--clip-grad-norm is part of the update, which --forward-backward leaves out")
-    given = dict(parse_setting(text) for text in request.options)
+    settings = dict(parse_setting(text) for text in request.options)
     if request.memory_budget is not None:
-        given["memory_budget"] = request.memory_budget
+        settings["memory_budget"] = request.memory_budget
     if request.profile is not None:
-        given["profile"] = request.profile
+        settings["profile"] = request.profile
     device = device_of(request.device)
     if device.type == "cuda":
-        given.setdefault("profile", GENERIC["cuda"])
-    options = parse_options(given)
+        settings.setdefault("profile", GENERIC["cuda"])
+    options = parse_options(settings)
     _check_profile(options, device)
     return options
 
 
 def _check_profile(options: Options, device: torch.device) -> None:
     """Refuse the profile of another kind of device than a GPU that is planned for."""
-    if device.type == "cuda" and (found := load_profile(profile=options.profile).device) != "cuda":
-        raise OptionError(f"profile {options.profile!r} describes a {found}; give a GPU's, such as {GENERIC['cuda']}")
+    if device.type == "cuda" and (kind := load_profile(profile=options.profile).device) != "cuda":
+        raise OptionError(f"profile {options.profile!r} describes a {kind}; give a GPU's, such as {GENERIC['cuda']}")
 
 
 def workload_of(request: Request) -> Workload:
@@ -262,8 +262,8 @@ def workload_of(request: Request) -> Workload:
         CaptureError: the function of a file does not return what it should.
     """
     if request.optimizer not in OPTIMIZERS:
-        known = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join(OPTIMIZERS)}"
-        raise OptionError(f"unknown optimizer {request.optimizer!r}{known}")
+        hint = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join(OPTIMIZERS)}"
+        raise OptionError(f"unknown optimizer {request.optimizer!r}{hint}")
     settings = stage_settings(_settings(request), zoo.settings_of(request.target), mesh_of(request))
     if ":" in request.target or request.target.endswith(".py"):
         workload = from_file(request.target, settings, meta=request.meta)

@@ -203,9 +203,9 @@ def _init(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def _checked(name: str, defaults: Settings, given: Settings) -> dict[str, Any]:
+def _checked(name: str, defaults: Settings, settings: Settings) -> dict[str, Any]:
     chosen: dict[str, Any] = dict(defaults)
-    for key, value in given.items():
+    for key, value in settings.items():
         if key not in defaults:
             raise OptionError(f"{name} has no setting {key!r}{nearest(key, defaults)} Settings: {', '.join(defaults)}")
         chosen[key] = _typed(key, value, defaults[key])

@@ -41,8 +41,8 @@ def batches(text: bytes, steps: int, batch: int, seq: int, seed: int) -> list[tu
     """
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    pairs = []
     for starts in torch.randint(len(data) - seq, (steps, batch), generator=generator):
         windows = torch.stack([data[int(start) : int(start) + seq + 1] for start in starts])
-        found.append((windows[:, :-1].contiguous(), windows[:, 1:].contiguous()))
-    return found
+        pairs.append((windows[:, :-1].contiguous(), windows[:, 1:].contiguous()))
+    return pairs

@@ -64,8 +64,8 @@ class Task:
     @property
     def sizes(self) -> dict[str, int | float]:
         """Settings of model ``gpt`` that the task gives, by the names of :mod:`roamc.cli.zoo`."""
-        kept = ("batch", "seq", "layers", "width", "heads", "dropout")
-        return {key: value for key, value in asdict(self).items() if key in kept}
+        names = ("batch", "seq", "layers", "width", "heads", "dropout")
+        return {key: value for key, value in asdict(self).items() if key in names}
 
 
 def peak_bytes(run: Callable[[], Any]) -> tuple[Any, int]:
