@@ -218,16 +218,16 @@ def spread(wanted: Sequence[float], apart: float, low: float, high: float) -> li
     Where they do not fit, places go below ``low``. Result i belongs to ``wanted[i]``.
     """
     order = sorted(range(len(wanted)), key=lambda index: (wanted[index], index))
-    found = list(wanted)
+    places = list(wanted)
     edge = low
     for index in order:
-        found[index] = max(found[index], edge)
-        edge = found[index] + apart
+        places[index] = max(places[index], edge)
+        edge = places[index] + apart
     edge = high
     for index in reversed(order):
-        found[index] = min(found[index], edge)
-        edge = found[index] - apart
-    return found
+        places[index] = min(places[index], edge)
+        edge = places[index] - apart
+    return places
 
 
 def round_up(value: float) -> int:
@@ -246,9 +246,9 @@ def _number(value: float) -> str:
 
 
 def _lines(lines: Mapping[str, tuple[str, Bytes]], top: Bytes, height: int) -> tuple[Mark, ...]:
-    wanted = [round(_y(size, top, height), 1) for _, size in lines.values()]
-    places = spread(wanted, LABEL, LABEL / 2, height - LABEL / 2)
-    rows = zip(lines.items(), wanted, places, strict=True)
+    levels = [round(_y(size, top, height), 1) for _, size in lines.values()]
+    places = spread(levels, LABEL, LABEL / 2, height - LABEL / 2)
+    rows = zip(lines.items(), levels, places, strict=True)
     return tuple(
         Mark(name, at, f"{label} {format_bytes(size)}", round(place, 1)) for (name, (label, size)), at, place in rows
     )
@@ -326,11 +326,11 @@ def _rectangle(low: Bytes, high: Bytes, first: Step, end: Step, top: Bytes, heig
 def _phases(course: Course, columns: Columns) -> tuple[Shape, ...]:
     """For each phase the columns in which one of its steps runs; none for a phase that does not run."""
     phase = np.array([work.phase for work in course.work])
-    found = []
+    shapes = []
     for name in Phase.__members__:
         runs = np.add.reduceat(phase == name, columns.edges[:-1], dtype=np.int64) > 0
-        found.append(Shape(name, _runs(columns.edges, runs)))
-    return tuple(shape for shape in found if shape.path)
+        shapes.append(Shape(name, _runs(columns.edges, runs)))
+    return tuple(shape for shape in shapes if shape.path)
 
 
 def _runs(edges: Int64s, inside: npt.NDArray[np.bool_]) -> str:

@@ -98,11 +98,11 @@ def targets(lowest: Bytes, highest: Bytes) -> tuple[Bytes, ...]:
 
 def staircase(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     """Return the plans that no other plan beats in bytes needed and added time together, most bytes first."""
-    found: list[Plan] = []
+    unbeaten: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.needed_bytes, plan.added_seconds)):
-        if not found or plan.added_seconds < found[-1].added_seconds:
-            found.append(plan)
-    return tuple(reversed(found))
+        if not unbeaten or plan.added_seconds < unbeaten[-1].added_seconds:
+            unbeaten.append(plan)
+    return tuple(reversed(unbeaten))
 
 
 def _bounds(trials: PlanSearch, peaks: Sequence[Bytes]) -> dict[Bytes, Seconds]:
@@ -112,12 +112,12 @@ def _bounds(trials: PlanSearch, peaks: Sequence[Bytes]) -> dict[Bytes, Seconds]:
     """
     low, high = min(peaks), max(peaks)
     between = {low + (high - low) * number // BOUNDS for number in range(BOUNDS + 1)}
-    found, least = {}, 0.0
+    bounds, least = {}, 0.0
     for peak in sorted({*between, *peaks}, reverse=True):
         bound = trials.choice.search.bounds.seconds(peak)
         least = max(least, bound) if math.isfinite(bound) else least
-        found[peak] = least
-    return found
+        bounds[peak] = least
+    return bounds
 
 
 def _spot(plan: Plan, bound: dict[Bytes, Seconds]) -> Spot:

@@ -265,12 +265,12 @@ def find_peak(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = Fa
 
 def groups(peak: Peak) -> tuple[Group, ...]:
     """Return the storages of ``peak`` summed up by line, operator and kind, groups of most bytes first."""
-    found: dict[tuple[str, str, str], Group] = {}
+    totals: dict[tuple[str, str, str], Group] = {}
     for storage in peak.storages:
         key = (storage.source, storage.operator, storage.kind)
-        before = found.get(key, Group(*key, 0, 0))
-        found[key] = Group(*key, before.count + 1, before.nbytes + storage.nbytes)
-    return tuple(sorted(found.values(), key=lambda item: (-item.nbytes, item.source, item.operator, item.kind)))
+        before = totals.get(key, Group(*key, 0, 0))
+        totals[key] = Group(*key, before.count + 1, before.nbytes + storage.nbytes)
+    return tuple(sorted(totals.values(), key=lambda item: (-item.nbytes, item.source, item.operator, item.kind)))
 
 
 def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
@@ -280,19 +280,19 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
         graph: the planned graph; without a layout all bytes count as copied.
     """
     memory = build_memory(graph)
-    found: dict[str, Allocating] = {}
+    totals: dict[str, Allocating] = {}
     apart = graph.layout.with_allocator if graph.layout is not None else frozenset()
     for operator in memory.operators:
         births = [memory.storages[index] for index in operator.births]
-        made = [storage for storage in births if storage.place is Place.TEMPORARY]
-        if not made or form_of(operator.node, len(births)).kind is not FormKind.ALLOCATE:
+        temporaries = [storage for storage in births if storage.place is Place.TEMPORARY]
+        if not temporaries or form_of(operator.node, len(births)).kind is not FormKind.ALLOCATE:
             continue
         name = name_of(operator.node.target)
-        before = found.get(name, Allocating(name, 0, 0, 0))
-        kept = sum(storage.nbytes for storage in made if storage.name in apart)
-        copied = sum(storage.nbytes for storage in made) - kept
-        found[name] = Allocating(name, before.calls + 1, before.copied_bytes + copied, before.allocator_bytes + kept)
-    return tuple(sorted(found.values(), key=lambda item: (-item.copied_bytes - item.allocator_bytes, item.operator)))
+        before = totals.get(name, Allocating(name, 0, 0, 0))
+        left = sum(storage.nbytes for storage in temporaries if storage.name in apart)
+        copied = sum(storage.nbytes for storage in temporaries) - left
+        totals[name] = Allocating(name, before.calls + 1, before.copied_bytes + copied, before.allocator_bytes + left)
+    return tuple(sorted(totals.values(), key=lambda item: (-item.copied_bytes - item.allocator_bytes, item.operator)))
 
 
 def describe(graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s, rows: Iterable[int]) -> Iterator[Live]:

@@ -50,7 +50,7 @@ def frontier(graph: TrainGraph, options: Options, budgets: Sequence[Budget]) -> 
     """
     trials = PlanSearch(copied(graph), options, many=True)
     terms = {budget: trials.terms_of(budget) for budget in budgets}
-    plans = {asked: trials.fit(asked).plan for asked in dict.fromkeys(terms.values())}
+    plans = {budget_terms: trials.fit(budget_terms).plan for budget_terms in dict.fromkeys(terms.values())}
     return tuple(_point(budget, plans[terms[budget]]) for budget in budgets)
 
 

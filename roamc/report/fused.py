@@ -34,19 +34,19 @@ class Grouped:
 def grouped(graph: TrainGraph) -> tuple[Grouped, ...]:
     """Return the groups of a planned graph by line of the model and operators, those with most bytes inside first."""
     names = parameter_names(graph)
-    found: dict[tuple[str, str], Grouped] = {}
+    totals: dict[tuple[str, str], Grouped] = {}
     for node in operators(graph.graph):
         if not isinstance(node.target, Fused):
             continue
         key = origin(node, graph.phase[node.name], names), node.target.title
         read = set(map(made_by, node.target.results))
-        made = [(member, position, t) for member in node.target.nodes for position, t in tensors_of(member)]
-        inside = [(member, t.numel() * t.itemsize) for member, position, t in made if (member, position) not in read]
-        before = found.get(key, Grouped(*key, 0, 0))
-        found[key] = replace(
+        results = [(member, position, t) for member in node.target.nodes for position, t in tensors_of(member)]
+        inside = [(member, t.numel() * t.itemsize) for member, position, t in results if (member, position) not in read]
+        before = totals.get(key, Grouped(*key, 0, 0))
+        totals[key] = replace(
             before,
             count=before.count + 1,
             nbytes=before.nbytes + sum(nbytes for _, nbytes in inside),
             rebuilt=before.rebuilt + sum(nbytes for member, nbytes in inside if REBUILDS in member.meta),
         )
-    return tuple(sorted(found.values(), key=lambda item: (-item.nbytes, item.source, item.operators)))
+    return tuple(sorted(totals.values(), key=lambda item: (-item.nbytes, item.source, item.operators)))

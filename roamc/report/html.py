@@ -56,7 +56,7 @@ def render(picture: Picture) -> str:
     )
     pages.filters.update(bytes=format_bytes, short=text.short)
     pages.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
-    plan, found = picture.found.plan, picture.found
+    plan, report = picture.found.plan, picture.found
     return pages.get_template("page.html").render(
         plan=plan,
         plot_width=WIDTH,
@@ -64,12 +64,12 @@ def render(picture: Picture) -> str:
         layout_rows=text.layout_rows(plan),
         seconds=sum(plan.seconds.values()),
         stages=text.stage_times(plan.seconds),
-        peaks={"eager": found.eager, "planned": found.planned},
-        groups=groups(found.planned),
+        peaks={"eager": report.eager, "planned": report.planned},
+        groups=groups(report.planned),
         kinds=[kind for kind in KINDS if picture.before.by_kind[kind].any() or picture.after.by_kind[kind].any()],
         meaning=MEANING,
         charts=charts(picture),
-        curve=None if found.curve is None else curve_chart(found.curve, found.eager.live_bytes),
+        curve=None if report.curve is None else curve_chart(report.curve, report.eager.live_bytes),
         data=table(picture),
     )
 
@@ -80,12 +80,12 @@ def charts(picture: Picture) -> dict[str, Chart]:
     ``before`` and ``after`` are timelines of eager's and of the planned order, to one scale. ``arena`` and ``outside``
     show the storages of the planned order; each is left out if it has none.
     """
-    found, plan = picture.found, picture.found.plan
-    top = _room(max(found.eager.live_bytes, found.planned.live_bytes, plan.arena_bytes))
+    report, plan = picture.found, picture.found.plan
+    top = _room(max(report.eager.live_bytes, report.planned.live_bytes, plan.arena_bytes))
     bound = {"bound": ("lower bound", plan.bound_bytes)} if plan.bound_bytes else {}
     lines = {**bound, "arena": ("arena", plan.arena_bytes)}
-    before = {**lines, "peak": ("peak", found.eager.live_bytes)}
-    after = {**lines, "eager": ("eager", found.eager.live_bytes), "peak": ("peak", found.planned.live_bytes)}
+    before = {**lines, "peak": ("peak", report.eager.live_bytes)}
+    after = {**lines, "eager": ("eager", report.eager.live_bytes), "peak": ("peak", report.planned.live_bytes)}
     plots = [
         timeline_chart("before", picture.before, top, TIMELINE, before),
         timeline_chart("after", picture.after, top, TIMELINE, after),

@@ -49,9 +49,9 @@ def kernels(graph: TrainGraph, say: Callable[[str], None] = lambda stage: None) 
         if isinstance(node.target, FusedKernel):
             line = origin(node, graph.phase[node.name], names)
             alike.setdefault((line, described(node.target.body)), []).append(node.target)
-    made = []
+    reports = []
     for number, ((line, _), groups) in enumerate(alike.items()):
         say(f"compiling kernel {number + 1} of {len(alike)}")
         targets = tuple(one for name in CAPABILITIES for one in compiled(groups[0], name))
-        made.append(KernelReport(line, groups[0].title, len(groups), targets))
-    return tuple(made)
+        reports.append(KernelReport(line, groups[0].title, len(groups), targets))
+    return tuple(reports)

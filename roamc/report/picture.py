@@ -132,11 +132,11 @@ def follow(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False
     return Course(_work(graph, memory), storages, by_kind, lives.live)
 
 
-def draw(found: Explanation, before: Course, graph: TrainGraph, lives: Lives | None = None) -> Picture:
+def draw(report: Explanation, before: Course, graph: TrainGraph, lives: Lives | None = None) -> Picture:
     """Return the picture of a plan.
 
     Args:
-        found: the explanation of the planned graph.
+        report: the explanation of the planned graph.
         before: what :func:`follow` gave with ``eager=True`` for the captured graph, before planning.
         graph: the planned graph; without a layout all storages are outside the arena.
         lives: what :func:`roamc.report.explain.lives_of` found of ``graph``; None to find it now.
@@ -147,7 +147,7 @@ def draw(found: Explanation, before: Course, graph: TrainGraph, lives: Lives | N
     outside = [storage for storage in after.storages if storage.name not in offset and storage.born < storage.dead]
     lows = _stacked(outside)
     return Picture(
-        found=found,
+        found=report,
         before=before,
         after=after,
         arena=tuple(Box(s, offset[s.name], tensors(s.name)) for s in after.storages if s.name in offset),
@@ -158,11 +158,11 @@ def draw(found: Explanation, before: Course, graph: TrainGraph, lives: Lives | N
 
 def _trims(graph: TrainGraph, course: Course) -> tuple[Trimmed, ...]:
     step = {work.name: number for number, work in enumerate(course.work)}
-    found = [
+    voids = [
         Trimmed(trim.low, trim.high, step[trim.after] + 1 if trim.after else 0, step.get(trim.before, len(step)))
         for trim in (graph.layout.trims if graph.layout is not None else ())
     ]
-    return tuple(void for void in found if void.first < void.end)
+    return tuple(void for void in voids if void.first < void.end)
 
 
 def _work(graph: TrainGraph, memory: MemoryModel) -> tuple[Work, ...]:

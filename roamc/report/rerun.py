@@ -69,13 +69,13 @@ def smaller(graph: TrainGraph, plan: Plan) -> tuple[Smaller, ...]:
         mark: Mark | None = node.meta.get(MARK)
         if mark is not None:
             marks.setdefault(mark.storage, (origin(node, graph.phase[node.name], names), mark.operator))
-    found: dict[tuple[str, str, str], Smaller] = {}
+    totals: dict[tuple[str, str, str], Smaller] = {}
     for storage, codec, before, after, seconds in plan.decisions.get("retain", {}).get("codes", ()):
         key = (*marks.get(storage, ("", "")), codec)
-        old = found.get(key, Smaller(*key, 0, 0, 0, 0.0))
+        old = totals.get(key, Smaller(*key, 0, 0, 0, 0.0))
         total = old.before + before, old.after + after, old.seconds + seconds
-        found[key] = Smaller(*key, old.count + 1, *total)
-    return tuple(sorted(found.values(), key=lambda item: (item.after - item.before, item.source, item.operator)))
+        totals[key] = Smaller(*key, old.count + 1, *total)
+    return tuple(sorted(totals.values(), key=lambda item: (item.after - item.before, item.source, item.operator)))
 
 
 def dropped(graph: TrainGraph, plan: Plan) -> tuple[Dropped, ...]:
@@ -89,14 +89,14 @@ def dropped(graph: TrainGraph, plan: Plan) -> tuple[Dropped, ...]:
     price = {str(name): float(seconds) for name, *_, seconds in reruns}
     names = parameter_names(graph)
     memory = build_memory(graph)
-    found: dict[tuple[str, str], Dropped] = {}
+    totals: dict[tuple[str, str], Dropped] = {}
     for again in memory.operators:
         if again.node.name not in price:
             continue
-        made = again.births or [memory.storage_of(again.node).index]  # written over an argument, it makes none
-        kept = [memory.storages[i] for i in made if memory.uses[i]]
+        indices = again.births or [memory.storage_of(again.node).index]  # written over an argument, it makes none
+        used = [memory.storages[i] for i in indices if memory.uses[i]]
         key = origin(again.node, again.phase, names), str(again.node.meta["again_target"])
-        old = found.get(key, Dropped(*key, 0, 0, 0, 0.0))
-        size = old.nbytes + sum(storage.nbytes for storage in kept)
-        found[key] = Dropped(*key, old.count + len(kept), size, old.runs + 1, old.seconds + price[again.node.name])
-    return tuple(sorted(found.values(), key=lambda item: (-item.nbytes, item.source, item.operator)))
+        old = totals.get(key, Dropped(*key, 0, 0, 0, 0.0))
+        size = old.nbytes + sum(storage.nbytes for storage in used)
+        totals[key] = Dropped(*key, old.count + len(used), size, old.runs + 1, old.seconds + price[again.node.name])
+    return tuple(sorted(totals.values(), key=lambda item: (-item.nbytes, item.source, item.operator)))

@@ -50,10 +50,10 @@ def console() -> Console:
 
     Where that is no terminal, it writes plain text, :data:`PIPE_WIDTH` columns wide unless COLUMNS is set.
     """
-    found = Console(highlight=False)
-    if not found.is_terminal and "COLUMNS" not in os.environ:
-        found = Console(highlight=False, width=PIPE_WIDTH)
-    return found
+    out = Console(highlight=False)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out = Console(highlight=False, width=PIPE_WIDTH)
+    return out
 
 
 def show_plan(out: Console, plan: Plan) -> None:
@@ -64,21 +64,21 @@ def show_plan(out: Console, plan: Plan) -> None:
     )
 
 
-def show_explanation(out: Console, found: Explanation, top: int) -> None:
-    """Print all sections of the explanation ``found`` to ``out``; ``top`` is the most rows that a list has."""
-    show_plan(out, found.plan)
-    _show_curve(out, found)
-    _show_peak(out, f"peak of {found.plan.name} as planned", found.planned, top)
-    _show_peak(out, "peak of eager PyTorch: same graph, program order, gradients kept to the end", found.eager, top)
-    _show_dropped(out, found, top)
-    _show_smaller(out, found, top)
-    _show_grouped(out, found.grouped, top)
-    _show_allocating(out, found.allocating, top)
-    _show_orders(out, found)
-    _show_layout(out, found.plan)
-    if found.source:
+def show_explanation(out: Console, report: Explanation, top: int) -> None:
+    """Print all sections of the explanation ``report`` to ``out``; ``top`` is the most rows that a list has."""
+    show_plan(out, report.plan)
+    _show_curve(out, report)
+    _show_peak(out, f"peak of {report.plan.name} as planned", report.planned, top)
+    _show_peak(out, "peak of eager PyTorch: same graph, program order, gradients kept to the end", report.eager, top)
+    _show_dropped(out, report, top)
+    _show_smaller(out, report, top)
+    _show_grouped(out, report.grouped, top)
+    _show_allocating(out, report.allocating, top)
+    _show_orders(out, report)
+    _show_layout(out, report.plan)
+    if report.source:
         _heading(out, "emitted program")
-        show_source(out, found.source)
+        show_source(out, report.source)
 
 
 def show_source(out: Console, source: str) -> None:
@@ -89,14 +89,14 @@ def show_source(out: Console, source: str) -> None:
         out.print(source, markup=False, highlight=False, soft_wrap=True)
 
 
-def show_kernels(out: Console, found: Sequence[KernelReport]) -> None:
-    """Print what each kernel of ``found`` takes of the GPUs that it was compiled for to ``out``."""
+def show_kernels(out: Console, reports: Sequence[KernelReport]) -> None:
+    """Print what each kernel of ``reports`` takes of the GPUs that it was compiled for to ``out``."""
     _heading(out, "kernels compiled ahead of time, a thread's registers and spilled bytes; nothing has run")
-    if not found:
+    if not reports:
         out.print("  none: no group runs as a kernel; --device cuda plans for a GPU", markup=False)
         return
     rows = []
-    for kernel in found:
+    for kernel in reports:
         for each in kernel.targets:
             sizes = format_bytes(each.shared_bytes), format_bytes(each.spilled_bytes)
             group = kernel.source, kernel.operators, str(kernel.count)
@@ -153,8 +153,8 @@ def show_rows(out: Console, headings: Iterable[str], rows: Iterable[Iterable[str
 
 def stage_times(seconds: Mapping[str, Seconds]) -> str:
     """Return ``seconds`` by stage as one line, ``capture 1.80 s, reorder 0.20 s, …``, in the order of STAGES."""
-    known = [name for name in STAGES if name in seconds]
-    names = [*known, *(name for name in seconds if name not in known)]
+    ordered = [name for name in STAGES if name in seconds]
+    names = [*ordered, *(name for name in seconds if name not in ordered)]
     return ", ".join(f"{name} {_seconds(seconds[name])}" for name in names)
 
 
@@ -211,12 +211,12 @@ def _bytes_of(parts: Mapping[str, Bytes]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
 
 
-def _show_curve(out: Console, found: Explanation) -> None:
-    if found.curve is None:
+def _show_curve(out: Console, report: Explanation) -> None:
+    if report.curve is None:
         return
     _heading(out, "bytes needed against added time: plans for other budgets, and the least that any reruns add")
     headings = ("needs", "of eager's", "added time", "at least", f"{'#' * 3} at least, {'-' * 3} added", "")
-    show_rows(out, headings, curve_rows(found.curve, found.eager.live_bytes), right=(0, 1, 2, 3))
+    show_rows(out, headings, curve_rows(report.curve, report.eager.live_bytes), right=(0, 1, 2, 3))
 
 
 def curve_rows(curve: Curve, eager: Bytes) -> list[tuple[str, ...]]:
@@ -257,7 +257,7 @@ def _show_peak(out: Console, title: str, peak: Peak, top: int) -> None:
 
 
 def _show_groups(out: Console, peak: Peak, top: int) -> None:
-    found = groups(peak)
+    peak_groups = groups(peak)
     rows = [
         (
             format_bytes(g.nbytes),
@@ -267,10 +267,10 @@ def _show_groups(out: Console, peak: Peak, top: int) -> None:
             short(g.operator),
             g.source,
         )
-        for g in found[:top]
+        for g in peak_groups[:top]
     ]
     show_rows(out, ("bytes", "share", "storages", "kind", "operator", "line"), rows, right=(0, 1, 2))
-    _show_rest(out, [g.nbytes for g in found[top:]])
+    _show_rest(out, [g.nbytes for g in peak_groups[top:]])
 
 
 def _show_storages(out: Console, peak: Peak, top: int) -> None:
@@ -297,8 +297,8 @@ def _show_rest(out: Console, sizes: list[Bytes]) -> None:
         out.print(f"and {len(sizes)} more, {format_bytes(sum(sizes))}", markup=False)
 
 
-def _show_dropped(out: Console, found: Explanation, top: int) -> None:
-    if not found.dropped:
+def _show_dropped(out: Console, report: Explanation, top: int) -> None:
+    if not report.dropped:
         return
     _heading(out, "dropped after its last reader and made again for the next, to keep the budget")
     rows = [
@@ -306,18 +306,18 @@ def _show_dropped(out: Console, found: Explanation, top: int) -> None:
             format_bytes(d.nbytes),
             str(d.count),
             str(d.runs),
-            f"{d.seconds / found.plan.step_seconds:.2%}",
+            f"{d.seconds / report.plan.step_seconds:.2%}",
             short(d.operator),
             d.source,
         )
-        for d in found.dropped[:top]
+        for d in report.dropped[:top]
     ]
     show_rows(out, ("bytes", "storages", "runs", "of a step", "operator", "line"), rows, right=(0, 1, 2, 3))
-    _show_rest(out, [d.nbytes for d in found.dropped[top:]])
+    _show_rest(out, [d.nbytes for d in report.dropped[top:]])
 
 
-def _show_smaller(out: Console, found: Explanation, top: int) -> None:
-    if not found.smaller:
+def _show_smaller(out: Console, report: Explanation, top: int) -> None:
+    if not report.smaller:
         return
     _heading(out, "kept in fewer bytes for backward, to keep the budget")
     rows = [
@@ -325,47 +325,47 @@ def _show_smaller(out: Console, found: Explanation, top: int) -> None:
             format_bytes(s.before),
             format_bytes(s.after),
             str(s.count),
-            f"{s.seconds / found.plan.step_seconds:.2%}",
+            f"{s.seconds / report.plan.step_seconds:.2%}",
             s.codec,
             short(s.operator),
             s.source,
         )
-        for s in found.smaller[:top]
+        for s in report.smaller[:top]
     ]
     headings = ("bytes", "kept as", "storages", "of a step", "codec", "operator", "line")
     show_rows(out, headings, rows, right=(0, 1, 2, 3))
-    _show_rest(out, [s.before for s in found.smaller[top:]])
+    _show_rest(out, [s.before for s in report.smaller[top:]])
 
 
-def _show_grouped(out: Console, found: tuple[Grouped, ...], top: int) -> None:
-    if not found:
+def _show_grouped(out: Console, grouped: tuple[Grouped, ...], top: int) -> None:
+    if not grouped:
         return
     _heading(out, "operators that run as one; values inside have no storage")
     rows = [
         (g.source, g.operators, str(g.count), format_bytes(g.nbytes), format_bytes(g.rebuilt) if g.rebuilt else "")
-        for g in found[:top]
+        for g in grouped[:top]
     ]
     show_rows(out, ("line", "operators", "groups", "bytes inside", "rebuilt, not saved"), rows, right=(2, 3, 4))
 
 
-def _show_allocating(out: Console, found: tuple[Allocating, ...], top: int) -> None:
-    if not found:
+def _show_allocating(out: Console, allocating: tuple[Allocating, ...], top: int) -> None:
+    if not allocating:
         return
     _heading(out, "operators without an out= form, bytes per step")
     rows = [
         (short(a.operator), str(a.calls), format_bytes(a.copied_bytes), format_bytes(a.allocator_bytes))
-        for a in found[:top]
+        for a in allocating[:top]
     ]
     show_rows(out, ("operator", "calls", "copied into the arena", "left with the allocator"), rows, right=(1, 2, 3))
 
 
-def _show_orders(out: Console, found: Explanation) -> None:
-    if not found.candidates:
+def _show_orders(out: Console, report: Explanation) -> None:
+    if not report.candidates:
         return
-    _heading(out, f"orders tried (lower bound {format_bytes(found.plan.bound_bytes)})")
+    _heading(out, f"orders tried (lower bound {format_bytes(report.plan.bound_bytes)})")
     rows = [
-        (name, format_bytes(peak), f"{peak / found.eager.live_bytes:.4f}", "taken" if name == found.order else "")
-        for name, peak in found.candidates
+        (name, format_bytes(peak), f"{peak / report.eager.live_bytes:.4f}", "taken" if name == report.order else "")
+        for name, peak in report.candidates
     ]
     show_rows(out, ("order", "peak", "of eager's", ""), rows, right=(1, 2))
 
