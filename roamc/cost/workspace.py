@@ -64,8 +64,6 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
     if isinstance(node.target, Fused):
         return group_workspace(node.target, threads)
     result = next(tensors_in(node.meta.get("val")), None)
-    if isinstance(node.target, Fused):
-        return group_workspace(node.target, threads)
     if result is None:
         return 0
     call = call_of(node)
