@@ -9,6 +9,7 @@ import json
 import linecache
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -189,13 +190,9 @@ def machine() -> dict[str, str]:
 
     import roamc
 
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
     return {
         "date": datetime.date.today().isoformat(),
-        "cpu": cpu,
+        "cpu": processor(),
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -203,24 +200,39 @@ def machine() -> dict[str, str]:
     }
 
 
-def save(name: str, rows: list[dict[str, Any]], remarks: str, *, across_days: bool = False) -> Path:
+def processor() -> str:
+    """The processor's name, and the family and model that tell its generation: virtual machines often hide the name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor()
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE))
+    name = fields.get("model name", platform.processor())
+    generation = [f"{key.removeprefix('cpu ')} {fields[key]}" for key in ("cpu family", "model") if key in fields]
+    return f"{name} ({', '.join(generation)})" if generation else name
+
+
+def save(
+    name: str, rows: list[dict[str, Any]], remarks: str, *, across_days: bool = False, across_processors: bool = False
+) -> Path:
     """Write ``results/NAME.json``: machine, remarks, rows.
 
     Rows of other models stay if they were measured on this machine, with these versions, and on this day.
 
     Args:
         across_days: rows of other days stay too. For rows that hold no times and have a ``date`` of their own.
+        across_processors: rows of other processors stay too; each row tells its ``cpu`` and ``date``.
     """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text()) if path.exists() else {"machine": None, "rows": []}
     where = machine()
     then = {**(before["machine"] or {}), **({"date": where["date"]} if across_days else {})}
-    merged = {_key(row): row for row in before["rows"] if then == where}
-    merged.update({_key(row): row for row in rows})
+    old = [row for row in before["rows"] if then == where or (across_processors and row["cpu"] != where["cpu"])]
+    new = [{**row, "cpu": where["cpu"], "date": where["date"]} for row in rows] if across_processors else rows
+    merged = {_key(row): row for row in (*old, *new)}
     path.write_text(json.dumps({"machine": where, "remarks": remarks, "rows": list(merged.values())}, indent=1) + "\n")
     return path
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(part) for part in ("model", "dtype", "batch", "kind"))
+    return tuple(row.get(part) for part in ("model", "dtype", "batch", "kind", "cpu"))

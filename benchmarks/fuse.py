@@ -158,7 +158,7 @@ def main() -> None:
                 peaks[f"{kind} {budget}"] = found
         rows.append({**fresh(__file__, name, str(given.rounds), threads=1), "peaks": peaks})
         print(json.dumps(rows[-1]), flush=True)
-    print(save("fuse", rows, __doc__ or ""))
+    print(save("fuse", rows, __doc__ or "", across_processors=True))
 
 
 if __name__ == "__main__":

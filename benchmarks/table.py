@@ -129,10 +129,10 @@ def _fast(rows: list[dict[str, Any]]) -> list[str]:
         'Whole steps with `numerics="fast"`, float32 on one thread, processor time, median of ratios over interleaved '
         "steps. torch.compile's step has AdamW outside of its graph:",
         "",
-        '| model | `numerics="fast"` / eager | / torch.compile | / `numerics="exact"` | exact / torch.compile |',
-        "|---|---|---|---|---|",
+        '| processor | model | `"fast"` / eager | / torch.compile | / `"exact"` | exact / torch.compile |',
+        "|---|---|---|---|---|---|",
         *(
-            f"| {row['model']} | {row['fast / eager']:.3f} | {row['fast / compile']:.3f} "
+            f"| {row['cpu']} | {row['model']} | {row['fast / eager']:.3f} | {row['fast / compile']:.3f} "
             f"| {row['fast / exact']:.3f} | {row['exact / compile']:.3f} |"
             for row in rows
         ),
@@ -140,9 +140,10 @@ def _fast(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _groups(rows: list[dict[str, Any]]) -> list[str]:
-    """Peaks and times with and without pass fuse."""
+    """Peaks and times with and without pass fuse, of each model where it was measured last."""
     if not rows:
         return []
+    latest = {row["model"]: row for row in sorted(rows, key=lambda row: row["date"])}.values()
     return [
         "",
         "Groups of operators that run as one, exact: what a step takes on the heap (MB) with pass `fuse`, in brackets "
@@ -150,7 +151,7 @@ def _groups(rows: list[dict[str, Any]]) -> list[str]:
         "",
         '| model | groups | torch.compile | no budget | `"light"` | `"min"` | time |',
         "|---|---|---|---|---|---|---|",
-        *(_groups_row(row) for row in rows if "peaks" in row),
+        *(_groups_row(row) for row in latest if "peaks" in row),
     ]
 
 
