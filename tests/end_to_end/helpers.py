@@ -23,9 +23,9 @@ Loss = Callable[..., Tensor]
 Batches = Sequence[tuple[Any, ...]]
 
 
-def differences(found: Any, wanted: Any) -> list[str]:
+def differences(actual: Any, wanted: Any) -> list[str]:
     """Places where two nests of tensors are not equal bit for bit; nan equals nan."""
-    left, left_shape = pytree.tree_flatten_with_path(found)
+    left, left_shape = pytree.tree_flatten_with_path(actual)
     right, right_shape = pytree.tree_flatten_with_path(wanted)
     if left_shape != right_shape:
         paths = [{pytree.keystr(path) for path, _ in side} for side in (left, right)]
@@ -37,9 +37,9 @@ def differences(found: Any, wanted: Any) -> list[str]:
     ]
 
 
-def assert_same(found: Any, wanted: Any, where: str = "") -> None:
-    """Fail with the list of places where ``found`` has other bits than ``wanted``."""
-    different = differences(found, wanted)
+def assert_same(actual: Any, wanted: Any, where: str = "") -> None:
+    """Fail with the list of places where ``actual`` has other bits than ``wanted``."""
+    different = differences(actual, wanted)
     assert not different, "\n".join([where, *different])
 
 
@@ -136,9 +136,9 @@ def assert_steps_equal(
     optimizer, reference = make_optimizer(model), make_optimizer(twin)
     step = roamc.train_step(model, loss_fn, optimizer, clip_grad_norm=clip, strict=True, **options)
     for number, batch in enumerate(batches):
-        found = seeded(step, *fresh(batch), seed=number)
+        loss = seeded(step, *fresh(batch), seed=number)
         wanted = seeded(lambda batch=batch: eager_step(twin, loss_fn, reference, *fresh(batch), clip=clip), seed=number)
-        assert_same(found, wanted, f"loss of step {number}")
+        assert_same(loss, wanted, f"loss of step {number}")
         assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
         assert_same(state_of(optimizer), state_of(reference), f"after step {number}")
     return step
@@ -174,9 +174,9 @@ def assert_backward_equal(
     twin = reference(model)
     model = way(model)
     for number, batch in enumerate(batches):
-        found = run_backward(model, loss_fn, batch, seed=number)
+        results = run_backward(model, loss_fn, batch, seed=number)
         wanted = run_backward(twin, loss_fn, batch, seed=number)
-        assert_same(found, wanted, f"backward {number}")
+        assert_same(results, wanted, f"backward {number}")
         assert roamc.plans(model), "nothing was planned"
     return model
 

@@ -38,9 +38,9 @@ def check_operators(rank: int, ranks: int) -> None:
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     gathered, products = symmetric._fused_all_gather_matmul_fallback(x, [a, b], 0, name)
     scattered = symmetric._fused_matmul_reduce_scatter_fallback(x, a, "sum", 0, name)
-    made = [*ours.ALL_GATHER_MM(x, [a, b], ranks, name, True), ours.MM_REDUCE_SCATTER(x, a, "sum", ranks, name)]
+    results = [*ours.ALL_GATHER_MM(x, [a, b], ranks, name, True), ours.MM_REDUCE_SCATTER(x, a, "sum", ranks, name)]
     wanted = [*products, gathered, scattered]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, wanted, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(results, wanted, strict=True))
     x, a, b = (tensor.to("meta") for tensor in (x, a, b))
     by_torch = ours.all_gather_mm_at_once(x, [a, b], name, True)
     by_torch.append(ours.mm_reduce_scatter_at_once(x, a, "sum", name))

@@ -114,15 +114,15 @@ def test_float32_norms_in_a_bfloat16_model() -> None:
             out: Tensor = self.out(self.layer(image.flatten(2)))
             return out
 
-    found = []
+    by_backend = []
     for backend in ("aot_eager", "roamc"):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model, x = Mixed(), torch.randn(2, 3, 8, 8).bfloat16()
         loss = torch.compile(model, backend=backend, dynamic=False)(x).float().square().mean()
         loss.backward()
-        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters()), *model.buffers()])
-    assert_same(found[1], found[0])
+        by_backend.append([loss.detach(), *(parameter.grad for parameter in model.parameters()), *model.buffers()])
+    assert_same(by_backend[1], by_backend[0])
 
 
 def test_the_judge_derives_the_dtypes_that_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,5 +141,5 @@ def test_a_saved_tensor_of_another_dtype_than_planned_is_no_change_of_the_users(
     with pytest.raises(roamc.VerifyError, match=r"torch gave \w+ as torch.float32, where roamc planned torch.bfloat16"):
         two_steps(model_of("layer", False), x, torch.bfloat16, "torch.compile")
     with pytest.warns(UserWarning, match="where roamc planned"):
-        found = two_steps(model_of("layer", False), x, torch.bfloat16, "torch.compile", strict=False)
-    assert_same(found, wanted)
+        tensors = two_steps(model_of("layer", False), x, torch.bfloat16, "torch.compile", strict=False)
+    assert_same(tensors, wanted)

@@ -212,13 +212,13 @@ def test_inference(name: str, mode: Callable[[], Any]) -> None:
 
 def test_training_and_inference_in_turn() -> None:
     def use(model: nn.Module) -> list[Tensor]:
-        found = []
+        losses = []
         for seed in range(2):
             loss = square(model.train(), noise(2, 3, 8, 8, seed=seed))
             with torch.no_grad():
-                found += [square(model, noise(2, 3, 8, 8)), square(model.eval(), noise(2, 3, 8, 8))]
+                losses += [square(model, noise(2, 3, 8, 8)), square(model.eval(), noise(2, 3, 8, 8))]
             loss.backward()
-        return found
+        return losses
 
     both(use, SMALL["batch norm"].build())
 
@@ -251,9 +251,9 @@ def test_autocast_around_a_train_step() -> None:
     step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
     for cast in (True, False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            found = seeded(step, noise(4, 8))
+            loss = seeded(step, noise(4, 8))
             wanted = seeded(eager_step, twin, square, reference, noise(4, 8))
-        assert_same(found, wanted)
+        assert_same(loss, wanted)
         assert_same(tensors_of(model), tensors_of(twin))
     assert len(step.plans) == 2
 
@@ -528,12 +528,12 @@ def test_views_of_detached_tensors_need_no_gradient(way: str) -> None:
     model = Metric()
     wanted = copy.deepcopy(model)(noise(4, 8))
     if way == "compile":
-        found = torch.compile(model, backend="roamc", options={"strict": True})(noise(4, 8))
+        outputs = torch.compile(model, backend="roamc", options={"strict": True})(noise(4, 8))
     else:
-        found = roamc.optimize(model, strict=True)(noise(4, 8))
-    assert [t.requires_grad for t in found] == [t.requires_grad for t in wanted] == [True, False, False, False]
-    assert_same([t.detach() for t in found], [t.detach() for t in wanted])
-    found[1].numpy()
-    found[2].add_(0)
-    ((found[0] - found[1]) ** 2).sum().backward()
+        outputs = roamc.optimize(model, strict=True)(noise(4, 8))
+    assert [t.requires_grad for t in outputs] == [t.requires_grad for t in wanted] == [True, False, False, False]
+    assert_same([t.detach() for t in outputs], [t.detach() for t in wanted])
+    outputs[1].numpy()
+    outputs[2].add_(0)
+    ((outputs[0] - outputs[1]) ** 2).sum().backward()
     assert all(p.grad is not None for p in model.parameters())

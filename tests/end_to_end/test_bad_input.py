@@ -151,8 +151,8 @@ def test_errors_of_the_loss_function_arrive_as_they_are() -> None:
 def test_optimizer_that_is_not_supported() -> None:
     model = net()
     optimizer = torch.optim.RMSprop(model.parameters())
-    known = ("RMSprop", "torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")
-    refused(lambda: roamc.train_step(model, square, optimizer), roamc.CaptureError, *known)
+    names = ("RMSprop", "torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")
+    refused(lambda: roamc.train_step(model, square, optimizer), roamc.CaptureError, *names)
 
 
 def test_subclass_of_an_optimizer_is_another_optimizer() -> None:
@@ -527,8 +527,8 @@ def test_state_of_another_dtype_than_the_model_is_named_with_what_helps() -> Non
     refused(lambda: step(X.double()), roamc.CaptureError, "exp_avg of 0.weight", "float32", "load_state_dict")
     for one in (optimizer, twin[1]):
         one.load_state_dict(one.state_dict())
-    found, wanted = step(X.double()), eager_step(twin[0], square, twin[1], X.double())
-    assert_same((found, tensors_of(model)), (wanted, tensors_of(twin[0])))
+    loss, wanted = step(X.double()), eager_step(twin[0], square, twin[1], X.double())
+    assert_same((loss, tensors_of(model)), (wanted, tensors_of(twin[0])))
 
 
 class _Wrong(torch.autograd.Function):
@@ -583,9 +583,9 @@ def test_buffers_that_share_memory_by_data_run_in_eager_with_one_warning(way: st
     with pytest.warns(
         UserWarning, match=r"eager PyTorch: .*('a'.* and .*'b'|two inputs).* share memory .*module.b = module.a"
     ):
-        found = [square(called, X), square(called, X)]
-    assert_same(found, [square(twin, X), square(twin, X)])
-    found[1].backward()
+        losses = [square(called, X), square(called, X)]
+    assert_same(losses, [square(twin, X), square(twin, X)])
+    losses[1].backward()
     with pytest.raises(Exception, match="share memory") as caught:
         compiled(strict=True)(X)
     refused(lambda: raised(caught.value.inner_exception), roamc.CaptureError, "share memory")

@@ -52,15 +52,15 @@ def test_budget_leaves_every_bit(name: str, route: str) -> None:
     expected = run_program(free, used)
     state = torch.get_rng_state()
     for budget in LONG.get(name, BUDGETS):
-        found, _, kept = planned(name, route, budget)
+        budgeted, _, kept = planned(name, route, budget)
         again = clones(inputs)
         torch.manual_seed(5)
-        got = run_program(found, again)
+        got = run_program(budgeted, again)
         assert torch.equal(torch.get_rng_state(), state), budget
         assert_same([*expected, *used], [*got, *again], f"{name}, {route}, {budget}")
-        if not kept or not found.plan.budget_bytes:
+        if not kept or not budgeted.plan.budget_bytes:
             break  # that was the lowest
-        assert found.plan.needed_bytes <= found.plan.budget_bytes
+        assert budgeted.plan.needed_bytes <= budgeted.plan.budget_bytes
 
 
 class Masked(nn.Module):
@@ -90,12 +90,12 @@ def test_smaller_forms_pass_from_forward_to_backward_of_a_compiled_model() -> No
     first, second = (seeded(square, model, *batch) for batch in batches[:2])
     model.zero_grad()
     (first + second).backward()
-    found = gradients_of(model)
+    gradients = gradients_of(model)
     model.zero_grad()
     for batch in batches[:2]:
         seeded(square, model, *batch).backward()
     for name, gradient in gradients_of(model).items():
-        torch.testing.assert_close(found[name], gradient)
+        torch.testing.assert_close(gradients[name], gradient)
 
 
 def test_whole_steps_with_smaller_forms_train_to_the_same_bits() -> None:

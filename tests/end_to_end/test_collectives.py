@@ -46,11 +46,11 @@ def compare_kernels(rank: int) -> None:
     for operator, kernel in KERNELS.items():
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             x = (torch.randn(6, 8) * 5).to(dtype).t()
-            made = arguments[kernel.__name__](x)
-            wanted = operator(*made)
+            args = arguments[kernel.__name__](x)
+            wanted = operator(*args)
             many = isinstance(wanted, list)
             results = [torch.empty_like(item) for item in (wanted if many else [wanted])]
-            kernel(*made, out=tuple(results) if many else results[0])
+            kernel(*args, out=tuple(results) if many else results[0])
             assert_same(results, wanted if many else [wanted], f"{operator} of {dtype}")
 
 
@@ -71,12 +71,12 @@ def gradients(split: str, way: str, budget: str | None) -> list[dict[str, torch.
             if way == "optimize"
             else torch.compile(model, backend="roamc", options=options, dynamic=False)
         )
-        found = []
+        step_gradients = []
         for one in (compiled, compiled, eager):
             run_backward(one, split)
-            found.append(whole_gradients(model if one is compiled else eager, split))
+            step_gradients.append(whole_gradients(model if one is compiled else eager, split))
     assert len(roamc.plans()) > before, f"{split} by {way}: nothing was planned"
-    return found
+    return step_gradients
 
 
 @pytest.mark.thorough

@@ -83,10 +83,10 @@ def compare_budgets() -> None:
     """Sums run again under a budget, and no gradient changes."""
     wanted = small_step()
     assert roamc.plans()[-1].decisions["retain"]["reruns"] == ()
-    found = small_step("80%")
+    gradients = small_step("80%")
     again = [name for _, name, *_ in roamc.plans()[-1].decisions["retain"]["reruns"] if "all_reduce" in name]
     assert again
-    assert_same(found, wanted, "80%")
+    assert_same(gradients, wanted, "80%")
 
 
 def plan_apart() -> None:
@@ -124,11 +124,11 @@ def step(kind: str, split: str, way: str, shard: str, dtype: str, budget: str | 
         if not isinstance(cause, roamc.BudgetError):
             raise
         return {"refused": str(cause)}
-    found = [parameter if way == "S" else parameter.grad for parameter in model.parameters()]
+    tensors = [parameter if way == "S" else parameter.grad for parameter in model.parameters()]
     kept = plan.decisions["retain"]
     again = [name for _, name, *_ in kept["reruns"] if "all_" in name or "scatter" in name]
     return {
-        "tensors": [getattr(tensor, "_local_tensor", tensor).detach() for tensor in found],
+        "tensors": [getattr(tensor, "_local_tensor", tensor).detach() for tensor in tensors],
         "plan": plan.to_json(),
         "again": len(again),
     }

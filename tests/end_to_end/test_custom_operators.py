@@ -108,13 +108,13 @@ def ways(budget: str | None) -> dict[str, Step]:
 @pytest.mark.parametrize("way", ["compile", "optimize", "step"])
 def test_an_operator_that_may_draw_keeps_its_place_and_runs_once(way: str, budget: str | None) -> None:
     wanted, calls = trained(plainly(lambda model: model))
-    found, ours = trained(ways(budget)[way])
-    assert all(map(torch.equal, found, wanted))
+    tensors, ours = trained(ways(budget)[way])
+    assert all(map(torch.equal, tensors, wanted))
     assert ours == calls
 
 
 def test_a_checkpoint_draws_again_what_it_drew() -> None:
     wanted, calls = trained(plainly(lambda model: model), checkpointed=True)
-    found, ours = trained(ways(None)["step"], checkpointed=True)
-    assert all(map(torch.equal, found, wanted))
+    tensors, ours = trained(ways(None)["step"], checkpointed=True)
+    assert all(map(torch.equal, tensors, wanted))
     assert ours == calls

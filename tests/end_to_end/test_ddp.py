@@ -106,11 +106,11 @@ def compare_steps(rank: int) -> None:
 
     sizes = (4, 4, 3 + rank)
     batches = [(noise(n, 3, 6, 6, seed=10 * rank + i), torch.arange(n) % 5) for i, n in enumerate(sizes)]
-    made = {
+    settings = {
         "sgd": (lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), None, {}),
         "adamw": (lambda model: torch.optim.AdamW(model.parameters(), 1e-2), 0.05, {"memory_budget": "min"}),
     }
-    for name, (optimizer_of, clip, options) in made.items():
+    for name, (optimizer_of, clip, options) in settings.items():
         torch.manual_seed(rank)  # the wrapper gives all the weights of the first rank
         mine, twin = (DistributedDataParallel(kind(), find_unused_parameters=True) for kind in (Net, Twin))
         twin.load_state_dict(mine.state_dict())
@@ -118,10 +118,10 @@ def compare_steps(rank: int) -> None:
         step = roamc.train_step(mine, loss_of, optimizer, clip_grad_norm=clip, strict=True, **options)
         for number, batch in enumerate(batches):
             seed = 100 * rank + number
-            found = seeded(step, *batch, seed=seed)
+            loss = seeded(step, *batch, seed=seed)
             torch.manual_seed(seed)
             wanted = eager_step(twin, loss_of, reference, *batch, clip=clip, around=contextlib.nullcontext)
-            assert_same(found, wanted, f"{name}: loss of step {number}")
+            assert_same(loss, wanted, f"{name}: loss of step {number}")
             assert_same(tensors_of(mine), tensors_of(twin), f"{name}: after step {number}")
             assert_same(state_of(optimizer), state_of(reference), f"{name}: after step {number}")
 

@@ -162,11 +162,11 @@ class Loop(nn.Module):
     def forward(self, sequences: Tensor) -> Tensor:
         hidden = torch.zeros(len(sequences), COLUMNS)
         state: Any = (hidden, hidden) if isinstance(self.cell, nn.LSTMCell) else hidden
-        found = []
+        outputs = []
         for step in sequences.unbind(1):
             state = self.cell(step, state)
-            found.append(state[0] if isinstance(state, tuple) else state)
-        return torch.stack(found, 1).sum()
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(outputs, 1).sum()
 
 
 @pytest.mark.parametrize("route", ["model", "step"])

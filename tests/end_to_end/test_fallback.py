@@ -83,9 +83,9 @@ def test_one_warning_and_the_results_of_aot_eager(
     model = roamc.optimize(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = [run_backward(model, square, batch) for batch in BATCHES]
+        results = [run_backward(model, square, batch) for batch in BATCHES]
     wanted = [run_backward(twin, square, batch) for batch in BATCHES]
-    assert_same(found, wanted)
+    assert_same(results, wanted)
     assert roamc.plans(model) == []
     messages = [str(one.message) for one in caught if "roamc" in str(one.message)]
     assert len(messages) == 1
@@ -110,8 +110,8 @@ def test_inference_falls_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     x = noise(2, 3, 8, 8)
     with torch.no_grad():
         with pytest.warns(UserWarning, match="hands it to torch's aot_eager"):
-            found = model(x)
-        assert_same(found, aot_eager(model)(x))
+            output = model(x)
+        assert_same(output, aot_eager(model)(x))
 
 
 def test_a_second_graph_is_planned_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ def test_arenas_and_source_go_with_the_train_step() -> None:
     step = roamc.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), strict=True)
     step(*batch)
     arena = weakref.ref(step.latest.executable.pool.free[0])
-    known = {name for name in linecache.cache if name.startswith("<roamc")}
+    sources = {name for name in linecache.cache if name.startswith("<roamc")}
     del step
     gc.collect()
     assert arena() is None
-    assert len({name for name in linecache.cache if name.startswith("<roamc")}) < len(known)
+    assert len({name for name in linecache.cache if name.startswith("<roamc")}) < len(sources)

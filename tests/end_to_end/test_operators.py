@@ -97,7 +97,7 @@ def test_a_loss_keeps_the_bytes_of_its_one_number(loss: Callable[..., Tensor], r
         inner = loss(x.sin().square(), wanted, reduction=reduction)
         return loss(x, wanted, reduction=reduction), inner * x.exp().sum()
 
-    found, other = torch.compile(both, backend="roamc", options={"strict": True}, dynamic=False)(shares)
-    assert found.untyped_storage().nbytes() == found.nbytes
+    value, other = torch.compile(both, backend="roamc", options={"strict": True}, dynamic=False)(shares)
+    assert value.untyped_storage().nbytes() == value.nbytes
     expected = both(shares)
-    assert_same((found.detach(), other.detach()), (expected[0].detach(), expected[1].detach()))
+    assert_same((value.detach(), other.detach()), (expected[0].detach(), expected[1].detach()))

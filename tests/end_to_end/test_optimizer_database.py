@@ -40,8 +40,8 @@ def settings_of(info: Any) -> list[dict[str, Any]]:
     """The database's settings, those for CUDA too, each in every form that torch takes."""
     listed = [entry.kwargs for device in ("cpu", "cuda") for entry in info.optim_inputs_func(device=device)]
     unique = {str(settings): settings for settings in [*listed, *EXTRA[info.optim_cls]]}
-    found = [{**settings, **form} for settings in unique.values() for form in FORMS]
-    return [settings for settings in found if _taken(info.optim_cls, settings)]
+    variants = [{**settings, **form} for settings in unique.values() for form in FORMS]
+    return [settings for settings in variants if _taken(info.optim_cls, settings)]
 
 
 def _taken(kind: type, settings: dict[str, Any]) -> bool:
@@ -59,9 +59,9 @@ class Shapes(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         shapes = [(), (1,), (2,), (3,), (2, 3), (1, 1), (0,), (0, 3), *([] if small else [(37,), (8, 5)])]
-        made = [torch.randn(shape, dtype=dtype) for shape in shapes]
-        made += [torch.randn(4, 3, dtype=dtype).t(), torch.randn(2, 3, 2, dtype=dtype).permute(2, 0, 1)]
-        self.values = nn.ParameterList(made)
+        values = [torch.randn(shape, dtype=dtype) for shape in shapes]
+        values += [torch.randn(4, 3, dtype=dtype).t(), torch.randn(2, 3, 2, dtype=dtype).permute(2, 0, 1)]
+        self.values = nn.ParameterList(values)
 
     def forward(self, x: Tensor) -> Tensor:
         """One number; a transposed parameter once gets its gradient in rows."""
@@ -101,9 +101,9 @@ def name_of(value: object) -> str:
 
 def every() -> tuple[list[tuple[type, dict[str, Any]]], list[tuple[type, dict[str, Any]]]]:
     """Kinds and settings that train_step takes, and those that it refuses."""
-    found = [(kind, settings) for kind in SUPPORTED for settings in settings_of(INFOS[kind])]
-    refused = [case for case in found if _is_refused(case[1])]
-    return [case for case in found if case not in refused], refused
+    pairs = [(kind, settings) for kind in SUPPORTED for settings in settings_of(INFOS[kind])]
+    refused = [case for case in pairs if _is_refused(case[1])]
+    return [case for case in pairs if case not in refused], refused
 
 
 def _is_refused(settings: dict[str, Any]) -> bool:

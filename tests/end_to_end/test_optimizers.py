@@ -88,15 +88,15 @@ def assert_trained_alike(step: roamc.TrainStep, twin: nn.Module, reference: Opti
 def test_settings(kind: type[Optimizer], settings: dict[str, Any]) -> None:
     # foreach changes speed only: it is compared with the single-tensor form, which is what runs.
     plain = {**settings, "foreach": False} if settings.get("foreach") else settings
-    made: list[Optimizer] = []
+    optimizers: list[Optimizer] = []
 
     def make(model: nn.Module) -> Optimizer:
-        made.append(kind(model.parameters(), lr=0.05, **(plain if made else settings)))
-        return made[-1]
+        optimizers.append(kind(model.parameters(), lr=0.05, **(plain if optimizers else settings)))
+        return optimizers[-1]
 
     step = assert_steps_equal(net(), square, make, BATCHES)
     assert len(step.plans) == 1
-    assert step.optimizer is made[0]
+    assert step.optimizer is optimizers[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

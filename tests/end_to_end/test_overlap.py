@@ -117,16 +117,16 @@ def compare_gradients() -> None:
     import roamc
     from tests.parallel import SPLITS, build, run_backward, whole_gradients
 
-    found = []
+    gradients = []
     for disable in ((), ("overlap",)):
         model = SPLITS["plain collectives"](build("gpt", layers=1))
         compiled = roamc.optimize(model, strict=True, disable=disable, profile="cpu")
         for _ in range(2):
             run_backward(compiled, "plain collectives")
-        found.append(whole_gradients(model, "plain collectives"))
+        gradients.append(whole_gradients(model, "plain collectives"))
         splits = [plan.decisions.get("overlap", {}).get("collectives") for plan in roamc.plans()[-1:]]
         assert bool(splits[0]) is not bool(disable)
-    assert_same(*found, "gradients")
+    assert_same(*gradients, "gradients")
 
 
 def test_started_collectives_give_the_bits_of_finished_ones_whatever_fails(tmp_path: Path) -> None:

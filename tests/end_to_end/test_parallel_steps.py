@@ -133,12 +133,12 @@ def test_steps_are_those_of_one_rank_and_budgets_change_no_bit(ranks: int, tmp_p
     for number, (kind, split, optimizer, budget, shard, clip) in enumerate(ONE_RANK):
         said = f"{kind}, {split}, budget {budget}, shard {shard}"
         results = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(ranks)]
-        losses, found, plan = results[0]
+        losses, whole, plan = results[0]
         assert ("reduce_scatter" in plan) == (shard == "sequence"), said
         for other, parameters, _ in results[1:]:
             assert other == losses, said
-            assert_same(parameters, found, said)
+            assert_same(parameters, whole, said)
         wanted, parameters = of_one_rank(kind, optimizer, clip)
         assert losses == pytest.approx(wanted, rel=BOUND), said
-        assert worst_error(found, parameters) <= BOUND, said
-        assert_same(found, kept.setdefault((kind, split), found), f"{said}: another budget, other bits")
+        assert worst_error(whole, parameters) <= BOUND, said
+        assert_same(whole, kept.setdefault((kind, split), whole), f"{said}: another budget, other bits")

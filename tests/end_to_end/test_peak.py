@@ -45,13 +45,13 @@ def routes_of(built: Built) -> list[str]:
 
 def plans_above_eager(seed: int) -> list[str]:
     """What is wrong with the plans of one random model."""
-    found = []
+    faults = []
     for route in routes_of(small_model(seed)):
         plan = ROUTES[route](small_model(seed))
         assert plan.baseline_bytes, f"seed {seed}, {route}"
         if plan.peak_bytes > plan.baseline_bytes:
-            found.append(f"seed {seed}, {route}: {plan.peak_bytes} bytes, eager {plan.baseline_bytes}")
-    return found
+            faults.append(f"seed {seed}, {route}: {plan.peak_bytes} bytes, eager {plan.baseline_bytes}")
+    return faults
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -65,20 +65,20 @@ def gradients_many(model: nn.Module, seed: int) -> list[tuple[Tensor, ...]]:
 @TRACES_IN_THREADS
 def test_two_threads_with_a_compiled_model_each() -> None:
     models = [optimized(wide()), optimized(wide())]
-    found = in_threads(
+    gradients = in_threads(
         *(lambda m=m, seed=seed: gradients_many(m, seed) for m, seed in zip(models, (0, 50), strict=True))
     )
     torch._dynamo.reset()
     wanted = [gradients_many(aot_eager(m), seed) for m, seed in zip(models, (0, 50), strict=True)]
-    assert_same(found, wanted)
+    assert_same(gradients, wanted)
 
 
 @TRACES_IN_THREADS
 def test_two_threads_with_one_compiled_model() -> None:
     model = optimized(wide())
-    found = in_threads(lambda: gradients_many(model, 0), lambda: gradients_many(model, 50))
+    gradients = in_threads(lambda: gradients_many(model, 0), lambda: gradients_many(model, 50))
     twin = aot_eager(model)
-    assert_same(found, [gradients_many(twin, 0), gradients_many(twin, 50)])
+    assert_same(gradients, [gradients_many(twin, 0), gradients_many(twin, 50)])
     assert arenas_waiting() == 0
 
 
@@ -87,9 +87,9 @@ def test_two_threads_with_one_train_step() -> None:
     model = wide()
     twin = copy.deepcopy(model)
     step, reference = roamc.train_step(model, square, adamw(model), strict=True), adamw(twin)
-    found = in_threads(*[lambda: [step(noise(8, WIDE)).item() for _ in range(10)]] * 2)
+    losses = in_threads(*[lambda: [step(noise(8, WIDE)).item() for _ in range(10)]] * 2)
     wanted = [eager_step(twin, square, reference, noise(8, WIDE)).item() for _ in range(20)]
-    assert sorted(found[0] + found[1]) == sorted(wanted)
+    assert sorted(losses[0] + losses[1]) == sorted(wanted)
     assert_same(tensors_of(model), tensors_of(twin))
 
 
@@ -192,7 +192,7 @@ def test_forked_child_runs_the_parents_step() -> None:
     child = context.Process(target=lambda: send.send(step(noise(4, WIDE, seed=9)).item()))
     child.start()
     assert receive.poll(60)
-    found = receive.recv()
+    loss = receive.recv()
     child.join(60)
     assert child.exitcode == 0
-    assert found == step(noise(4, WIDE, seed=9)).item(), "the parent's parameters are its own"
+    assert loss == step(noise(4, WIDE, seed=9)).item(), "the parent's parameters are its own"

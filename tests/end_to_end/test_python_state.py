@@ -194,9 +194,9 @@ def test_what_is_set_around_some_steps(around: Callable[[], Iterator[None]]) -> 
     for number in range(6):
         inside = around() if number in (1, 2, 5) else iter(())
         next(inside, None)
-        found, wanted = step(X), eager_step(twin, loss_fn, reference, X)
+        value, wanted = step(X), eager_step(twin, loss_fn, reference, X)
         next(inside, None)
-        assert_same(found, wanted, f"loss of step {number}")
+        assert_same(value, wanted, f"loss of step {number}")
         assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
     assert len(step._steps) <= 4
 
@@ -255,18 +255,18 @@ def test_two_steps_of_one_model_in_two_threads() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
     wanted = square(model, X).detach()
     steps = [roamc.train_step(model, square, torch.optim.SGD(model.parameters(), lr=0.0)) for _ in range(4)]
-    start, found = threading.Barrier(4), []
+    start, losses = threading.Barrier(4), []
 
     def run(step: roamc.TrainStep) -> None:
         start.wait()
-        found.extend(step(X) for _ in range(3))
+        losses.extend(step(X) for _ in range(3))
 
     threads = [threading.Thread(target=run, args=(step,)) for step in steps]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert_same(found, [wanted] * 12)
+    assert_same(losses, [wanted] * 12)
 
 
 SETTINGS: dict[str, Any] = {"scale": 2.0, "parts": [1.0]}

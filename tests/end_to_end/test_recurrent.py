@@ -51,8 +51,8 @@ class Sequence(nn.Module):
         self.layer = kind(8, 6, **{**arguments, **changed})
 
     def forward(self, x: Tensor, *states: Tensor) -> Tensor:
-        given = (states if isinstance(self.layer, nn.LSTM) else states[0],) if states else ()
-        outputs, final = self.layer(self.first(x), *given)
+        initial = (states if isinstance(self.layer, nn.LSTM) else states[0],) if states else ()
+        outputs, final = self.layer(self.first(x), *initial)
         final = final if isinstance(final, tuple) else (final,)
         return (outputs * outputs).mean() + sum(state.sin().mean() for state in final)
 
@@ -86,9 +86,9 @@ def assert_eager(model: nn.Module, way: str, *batch: Tensor, **options: Any) -> 
         reference = sgd(twin)
         step = roamc.train_step(model, loss_fn, sgd(model), strict=True, **options)
         for seed in range(2):
-            found = seeded(step, *fresh(batch), seed=seed)
+            loss = seeded(step, *fresh(batch), seed=seed)
             wanted = seeded(eager_step, twin, loss_fn, reference, *fresh(batch), seed=seed)
-            assert_same([found, tensors_of(model)], [wanted, tensors_of(twin)], f"step {seed}")
+            assert_same([loss, tensors_of(model)], [wanted, tensors_of(twin)], f"step {seed}")
         return
     if way == "optimize":
         roamc.optimize(model, strict=True, **options)

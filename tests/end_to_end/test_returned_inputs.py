@@ -127,8 +127,8 @@ def test_a_resolved_view_of_a_complex_buffer_is_a_tensor_of_its_own(returned: Ca
     model = Complex(returned)
     plain, x = copy.deepcopy(model), torch.randn(2, 4)
     compiled = roamc.optimize(model, strict=True)
-    found, wanted = [compiled(x)[1] for _ in range(2)], [plain(x)[1] for _ in range(2)]
-    assert_same([*found, model.buffer], [*wanted, plain.buffer])
+    resolved, wanted = [compiled(x)[1] for _ in range(2)], [plain(x)[1] for _ in range(2)]
+    assert_same([*resolved, model.buffer], [*wanted, plain.buffer])
 
 
 def steps(model: nn.Module, call: Callable[[Tensor], tuple[Tensor, Tensor]]) -> list[object]:
@@ -159,9 +159,9 @@ def test_a_returned_view_lies_in_its_buffer_and_other_tensors_do_not(
         compiled = roamc.optimize(model, strict=True)
     else:
         compiled = torch.compile(model, backend="roamc", options={"strict": True}, dynamic=False)
-    found, wanted = steps(model, compiled), steps(plain, plain)
-    assert_same(found, wanted)
-    assert found[-1] is (returned in VIEWS)
+    results, wanted = steps(model, compiled), steps(plain, plain)
+    assert_same(results, wanted)
+    assert results[-1] is (returned in VIEWS)
     plans = roamc.plans(compiled) if route == "optimize" else roamc.plans()[-1:]
     assert [plan for plan in plans if plan.peak_bytes > plan.baseline_bytes] == []
 

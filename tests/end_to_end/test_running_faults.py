@@ -83,17 +83,17 @@ class Faults:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """What programs made in the test call."""
-    found, load = Faults(), program.load
+    counter, load = Faults(), program.load
 
     def watched(emitted: Program, code: CodeType) -> Callable[[Arena], Any]:
         operators = {
-            name: found.watch(name, value) if callable(value) and name != "torch" else value
+            name: counter.watch(name, value) if callable(value) and name != "torch" else value
             for name, value in emitted.constants.items()
         }
         return load(dataclasses.replace(emitted, constants=operators), code)
 
     monkeypatch.setattr(program, "load", watched)
-    return found
+    return counter
 
 
 def network() -> nn.Module:
@@ -112,8 +112,8 @@ def test_every_operator_of_two_steps_may_fail(faults: Faults) -> None:
     model = roamc.optimize(model)
     steps = [((noise(4, 8, seed=seed),), seed) for seed in range(2)]
     wanted = [run_backward(twin, square, batch, seed=seed) for batch, seed in steps]
-    found = [run_backward(model, square, batch, seed=seed) for batch, seed in steps]
-    assert_same(found, wanted)
+    results = [run_backward(model, square, batch, seed=seed) for batch, seed in steps]
+    assert_same(results, wanted)
     executable = roamc.optimize.__globals__["_RECORDS"][model].programs[0].executable
     warned: list[Exception] = []
     executable._on_failure = warned.append
@@ -125,11 +125,11 @@ def test_every_operator_of_two_steps_may_fail(faults: Faults) -> None:
         model.zero_grad()
         executable.broken, faults.at = False, ("", faults.calls[""] + number)
         try:
-            found = [run_backward(model, square, batch, seed=seed) for batch, seed in steps]
+            results = [run_backward(model, square, batch, seed=seed) for batch, seed in steps]
         except roamc.UnfinishedError:
             raised.append(faults.last)
             continue
-        assert_same(found, wanted, f"the fault is in {faults.last}, operator {number} of {total}")
+        assert_same(results, wanted, f"the fault is in {faults.last}, operator {number} of {total}")
     assert len(warned) == total - len(raised)
     assert set(raised) <= {"run_native_dropout_backward"}
 
@@ -227,8 +227,8 @@ def test_one_warning_that_names_the_fault_and_the_budget(faults: Faults, place: 
     with warnings_of_roamc() as said:
         for seed in range(3):
             batch = (noise(4, 8, seed=seed),)
-            found = run_backward(model, square, batch, seed=seed)
-            assert_same(found, run_backward(twin, square, batch, seed=seed))
+            results = run_backward(model, square, batch, seed=seed)
+            assert_same(results, run_backward(twin, square, batch, seed=seed))
     (message,) = said
     assert "program of 'Layers' failed while it ran: Bug: a mistake" in message
     assert ("memory_budget='min' IS NOT KEPT" in message) == (place[1] == 1)
@@ -305,9 +305,9 @@ def test_a_graph_kept_for_a_second_backward_and_two_forwards_in_flight(faults: F
     twin.load_state_dict(model.state_dict())
     faults.at = ("aten_mm", faults.calls["aten_mm"] + 6)
     with warnings_of_roamc() as said:
-        found = run(model)
+        gradients = run(model)
     assert len(said) == 1
-    assert_same(found, run(twin))
+    assert_same(gradients, run(twin))
 
 
 def test_a_mistake_of_the_callers_is_raised_as_it_is_and_the_program_stays() -> None:
@@ -400,8 +400,8 @@ def time_is_up(number: int, frame: FrameType | None) -> None:
 class TimeLimit:
     """Handlers that keep nothing of what they are given."""
 
-    def is_over(self, *given: object) -> None:
-        del given
+    def is_over(self, *arguments: object) -> None:
+        del arguments
         raise TimeIsUp
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

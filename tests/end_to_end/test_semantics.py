@@ -60,9 +60,9 @@ def test_random_state_after_a_step_is_that_of_eager() -> None:
     model = SMALL["dropout"].build()
     twin = copy.deepcopy(model)
     seeded(roamc.train_step(model, square, sgd(model), strict=True), noise(4, 8))
-    found = torch.rand(3)
+    drawn = torch.rand(3)
     seeded(lambda: square(twin, noise(4, 8)).backward())
-    assert_same(found, torch.rand(3))
+    assert_same(drawn, torch.rand(3))
 
 
 def test_dropout_is_off_in_eval_mode_and_on_again_after_it() -> None:
@@ -73,8 +73,8 @@ def test_dropout_is_off_in_eval_mode_and_on_again_after_it() -> None:
     for mode in (True, False, True, False):
         model.train(mode)
         twin.train(mode)
-        found = seeded(step, noise(4, 8))
-        assert_same(found, seeded(eager_step, twin, square, reference, noise(4, 8)))
+        loss = seeded(step, noise(4, 8))
+        assert_same(loss, seeded(eager_step, twin, square, reference, noise(4, 8)))
     assert len(step.plans) == 2
 
 

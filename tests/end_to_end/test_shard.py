@@ -59,7 +59,7 @@ def test_gradients_are_those_of_one_rank_and_plans_are_equal(which: str, ranks: 
         assert len({loss for loss, _, _ in results}) == 1, said
         if split == "plain collectives" and TORCH < (2, 12):
             continue  # torch.compile gives wrong gradients there, by aot_eager too
-        found = results[0][1]
-        assert worst_error(found, reference(kind, split, ranks, layers=1)) <= BOUND, said
-        without_budget = kept.setdefault((kind, split), found)
-        assert_same(list(found.values()), list(without_budget.values()), f"{said}: another budget, other bits")
+        gradients = results[0][1]
+        assert worst_error(gradients, reference(kind, split, ranks, layers=1)) <= BOUND, said
+        without_budget = kept.setdefault((kind, split), gradients)
+        assert_same(list(gradients.values()), list(without_budget.values()), f"{said}: another budget, other bits")

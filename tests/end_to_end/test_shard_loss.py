@@ -56,18 +56,18 @@ def trained(name: str, places: str, way: str, by_class: bool) -> tuple[float, di
     import roamc
 
     options: dict[str, Any] = {"strict": True, "shard": "sequence"}
-    model, given = on_ranks(name, by_class), tokens_and_labels(places)
+    model, inputs = on_ranks(name, by_class), tokens_and_labels(places)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     if way == "train_step":
         step = roamc.train_step(model, loss_of, optimizer, **options)
-        loss, plan = float(step(*given).detach()), step.plans[-1]
+        loss, plan = float(step(*inputs).detach()), step.plans[-1]
     else:
         compiled = (
             roamc.optimize(model, **options)
             if way == "optimize"
             else torch.compile(model, backend="roamc", options=options, dynamic=False)
         )
-        value = compiled(*given)
+        value = compiled(*inputs)
         value.backward()
         optimizer.step()
         loss, plan = float(value.detach()), roamc.plans()[-1]
@@ -90,11 +90,11 @@ def test_steps_are_those_of_one_rank(which: str, tmp_path: Path) -> None:
     run_ranks(tmp_path, SCRIPT, 2, [which])
     for number, (name, places, way, by_class) in enumerate(CASES[which]):
         said = f"{name} by {way}, labels left out at {places}, head split by class: {by_class}"
-        (loss, found, plan), (other, same, _) = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(2)]
+        (loss, whole, plan), (other, same, _) = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(2)]
         wanted, parameters = of_one_rank(name, places)
         assert other == loss, said
-        assert all(torch.equal(same[key], tensor) for key, tensor in found.items()), said
+        assert all(torch.equal(same[key], tensor) for key, tensor in whole.items()), said
         assert abs(loss - wanted) <= BOUND * abs(wanted), said
-        assert worst_error(found, parameters) <= BOUND, said
+        assert worst_error(whole, parameters) <= BOUND, said
         assert ("stay split by class" in plan) == by_class, said
         assert "are split among 2 ranks" in plan, said

@@ -93,9 +93,9 @@ def test_sizes_in_python_sizes_returned_and_a_float_that_changes() -> None:
     twin = aot_eager(model)
     model = compiled(model, strict=True)
     for rows, factor in ((4, 1.5), (6, 2.5), (8, 3.5), (6, 0.5)):
-        found, wanted = model(noise(rows, 8), factor), twin(noise(rows, 8), factor)
-        assert_same(found, wanted)
-        found[0].sum().backward()
+        outputs, wanted = model(noise(rows, 8), factor), twin(noise(rows, 8), factor)
+        assert_same(outputs, wanted)
+        outputs[0].sum().backward()
         wanted[0].sum().backward()
     assert_same(model.linear.weight.grad, twin.linear.weight.grad)
 
@@ -121,10 +121,10 @@ class Writes(nn.Module):
 def test_inputs_that_share_memory_in_some_calls_only() -> None:
     model = compiled(Writes(), strict=True)
     for rows, shared in ((4, False), (6, False), (6, True), (8, True), (6, False)):
-        found, wanted = noise(rows, 8), noise(rows, 8)
+        written, wanted = noise(rows, 8), noise(rows, 8)
         other = noise(rows, 8, seed=1)
-        assert_same(model(found, found[:] if shared else other), Writes()(wanted, wanted[:] if shared else other))
-        assert_same(found, wanted)
+        assert_same(model(written, written[:] if shared else other), Writes()(wanted, wanted[:] if shared else other))
+        assert_same(written, wanted)
 
 
 def test_more_sizes_than_plans_are_kept_warn_once() -> None:
@@ -230,7 +230,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("route", ["compile", "optimize"])
 def test_a_float_that_changes_is_planned(route: str, budget: str | None) -> None:
     """torch makes the number a tensor when it changes, and leaves the views behind the product as they were noted."""
-    found: dict[str, list[Tensor]] = {}
+    gradients: dict[str, list[Tensor]] = {}
     for side in ("aot_eager", "roamc"):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -245,5 +245,5 @@ def test_a_float_that_changes_is_planned(route: str, budget: str | None) -> None
             for factor in (1.5, 2.0, 2.5):
                 called(noise(128, 8), factor).square().mean().backward()
         assert not said
-        found[side] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert_same(found["roamc"], found["aot_eager"], route)
+        gradients[side] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert_same(gradients["roamc"], gradients["aot_eager"], route)

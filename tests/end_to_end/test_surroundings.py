@@ -87,8 +87,8 @@ def test_change_between_two_train_steps(change: Change) -> None:
         if number == 2:
             change(model)
             change(twin)
-        found = seeded(step, idx, seed=number)
-        assert_same(found, seeded(eager_step, twin, square, reference, idx, seed=number))
+        loss = seeded(step, idx, seed=number)
+        assert_same(loss, seeded(eager_step, twin, square, reference, idx, seed=number))
         assert_same(tensors_of(model), tensors_of(twin))
 
 
@@ -105,13 +105,13 @@ def test_change_between_two_calls_of_an_optimized_module(change: Change) -> None
             model.zero_grad()
             twin.zero_grad()
         try:
-            found = run_backward(model, square, batch, seed=number)
+            results = run_backward(model, square, batch, seed=number)
         except roamc.StaleError:
             assert number == 2
             assert change is CHANGES["another dtype"]
             assert torch.__version__ < "2.13", "this torch compiles again"
             return
-        assert_same(found, run_backward(twin, square, batch, seed=number))
+        assert_same(results, run_backward(twin, square, batch, seed=number))
 
 
 def test_buffer_of_another_shape_or_dtype_between_two_train_steps() -> None:
@@ -140,8 +140,8 @@ def test_train_step_of_a_model_that_is_compiled_already() -> None:
     optimized(model)
     step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
     for seed in range(2):
-        found = seeded(step, X, seed=seed)
-        assert_same(found, seeded(eager_step, twin, square, reference, X, seed=seed))
+        loss = seeded(step, X, seed=seed)
+        assert_same(loss, seeded(eager_step, twin, square, reference, X, seed=seed))
     run_backward(model, square, (X,))
     assert len(roamc.plans(model)) == 1, "the model itself is still compiled"
 
@@ -152,8 +152,8 @@ def test_optimized_part_of_an_optimized_module() -> None:
     optimized(model[0])
     optimized(model)
     for seed in range(2):
-        found = run_backward(model, square, (X,), seed=seed)
-        assert_same(found, run_backward(twin, square, (X,), seed=seed))
+        results = run_backward(model, square, (X,), seed=seed)
+        assert_same(results, run_backward(twin, square, (X,), seed=seed))
 
 
 def test_optimized_parts_of_a_model() -> None:
@@ -162,8 +162,8 @@ def test_optimized_parts_of_a_model() -> None:
     for part in (0, 2):
         model[part] = optimized(Layers(model[part]))
     for seed in range(2):
-        found, wanted = (run_backward(m, square, (X,), seed=seed) for m in (model, twin))
-        assert_same([*found["grad"].values()], [*wanted["grad"].values()])
+        results, wanted = (run_backward(m, square, (X,), seed=seed) for m in (model, twin))
+        assert_same([*results["grad"].values()], [*wanted["grad"].values()])
 
 
 def test_optimizing_twice_is_as_good_as_once() -> None:
@@ -182,8 +182,8 @@ def test_train_step_inside_of_grad_modes(mode: Callable[[], torch.no_grad]) -> N
     step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
     for _ in range(2):
         with mode():
-            found = step(x)
-        assert_same(found, eager_step(twin, square, reference, x))
+            loss = step(x)
+        assert_same(loss, eager_step(twin, square, reference, x))
     assert_same(state_of(step.optimizer), state_of(reference))
 
 
@@ -258,9 +258,9 @@ def test_sparse_gradients_fall_back_with_one_line(layer: type[nn.Module], way: s
     ours = [str(warning.message) for warning in caught if "roamc" in str(warning.message)]
     assert len(ours) == 1
     assert "makes a tensor of layout torch.sparse_coo, and roamc plans dense ones only; embeddings need" in ours[0]
-    for found, wanted in zip(model.parameters(), twin.parameters(), strict=True):
-        assert found.grad.layout == wanted.grad.layout
-        assert_same(found.grad.to_dense(), wanted.grad.to_dense())
+    for parameter, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        assert parameter.grad.layout == wanted.grad.layout
+        assert_same(parameter.grad.to_dense(), wanted.grad.to_dense())
 
 
 def test_generator_made_inside_the_loss_function() -> None:
@@ -272,11 +272,11 @@ def test_generator_made_inside_the_loss_function() -> None:
     step, reference = roamc.train_step(model, loss_fn, sgd(model), strict=True), sgd(twin)
     for _ in range(3):
         try:
-            found = step(X)
+            loss = step(X)
         except roamc.CaptureError as error:
             assert "generator" in str(error)  # noqa: PT017
             return
-        assert_same(found, eager_step(twin, loss_fn, reference, X))
+        assert_same(loss, eager_step(twin, loss_fn, reference, X))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (8,)], ids=str)

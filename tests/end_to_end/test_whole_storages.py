@@ -61,8 +61,8 @@ class Slices(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         part: Any = Window.apply(hidden[16:])  # type: ignore[no-untyped-call]
-        given: Any = pass_on(torch.exp(part * 0.01))
-        loss: Tensor = self.last(given).tanh().sum() + torch.sin(hidden).sum()
+        passed: Any = pass_on(torch.exp(part * 0.01))
+        loss: Tensor = self.last(passed).tanh().sum() + torch.sin(hidden).sum()
         return loss
 
 
@@ -84,15 +84,15 @@ def plain(loss: Callable[[], Tensor]) -> None:
 
 
 def retained(loss: Callable[[], Tensor]) -> None:
-    made = loss()
-    made.backward(retain_graph=True)
-    made.backward()
+    value = loss()
+    value.backward(retain_graph=True)
+    value.backward()
 
 
 def kept_by_hooks(loss: Callable[[], Tensor]) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        made = loss()
-    made.backward()
+        value = loss()
+    value.backward()
 
 
 USES = {use.__name__: use for use in (plain, retained, kept_by_hooks)}
