@@ -138,9 +138,9 @@ def test_collective_in_a_branch_is_refused() -> None:
     graph = fx.Graph()
     x, flag = graph.placeholder("x"), graph.placeholder("flag")
     branch = graph.get_attr("branch")
-    made = graph.call_function(torch.ops.higher_order.cond, (flag, branch, branch, (x,)))
-    x.meta["val"] = made.meta["val"] = next(iter(inner.graph.nodes)).meta["val"]
-    graph.output((made,))
+    branched = graph.call_function(torch.ops.higher_order.cond, (flag, branch, branch, (x,)))
+    x.meta["val"] = branched.meta["val"] = next(iter(inner.graph.nodes)).meta["val"]
+    graph.output((branched,))
     with pytest.raises(CaptureError, match=r"all_reduce.default stands in a branch or a loop \(branch\)"):
         joint.inference(fx.GraphModule({"branch": inner}, graph), (), "test")
 

@@ -71,9 +71,9 @@ def test_a_check_that_was_asked_for_is_refused_in_one_line() -> None:
 
 def test_a_print_is_refused_in_one_line() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        made: Tensor = model(x).mean()
-        print(f"{made:.3f}")
-        return made
+        mean: Tensor = model(x).mean()
+        print(f"{mean:.3f}")
+        return mean
 
     model = nn.Linear(8, 4)
     with pytest.raises(roamc.CaptureError, match=r"prints a tensor's value.*print the loss that the step returns"):

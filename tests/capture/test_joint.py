@@ -85,8 +85,8 @@ def test_inference_graph_has_one_phase_and_no_boundary() -> None:
     assert not graph.boundary
     assert set(graph.phase.values()) == {Phase.FORWARD}
     with torch.no_grad():
-        found = fx.Interpreter(graph.module).run(*model.parameters(), *model.buffers(), batch)
-        assert_same(found[0], model(batch))
+        outputs = fx.Interpreter(graph.module).run(*model.parameters(), *model.buffers(), batch)
+        assert_same(outputs[0], model(batch))
 
 
 class Product(nn.Module):
@@ -112,12 +112,12 @@ class Regions(nn.Module):
 
 
 def test_views_of_what_runs_again_lie_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[TrainGraph] = []
+    graphs: list[TrainGraph] = []
     stitch = joint.stitch
-    monkeypatch.setattr(joint, "stitch", lambda *args: found.append(stitch(*args)) or found[-1])
+    monkeypatch.setattr(joint, "stitch", lambda *args: graphs.append(stitch(*args)) or graphs[-1])
     model, x = Regions(4), noise(128, 16)
     optimized(model)(x).backward()
-    for node in operators(found[0].graph):
+    for node in operators(graphs[0].graph):
         if ops.is_view(node.target) and isinstance(node.meta["val"], Tensor):
             assert identity(node.meta["val"]) == identity(node.args[0].meta["val"]), node
     step = roamc.plan(model, x, loss_fn=lambda m, x: m(x), optimizer=torch.optim.SGD(model.parameters()))
@@ -149,13 +149,13 @@ class Attending(nn.Module):
 def test_attention_runs_again_in_backward(dropout: float) -> None:
     model, x = Attending(dropout), noise(4, 12, 16)
     twin = copy.deepcopy(model)
-    found = []
+    results = []
     for each in (optimized(model), twin):
         torch.manual_seed(3)
         loss = each(x)
         loss.backward()
-        found.append([loss.detach(), *(p.grad for p in each.parameters()), torch.get_rng_state()])
-    assert_same(*found)
+        results.append([loss.detach(), *(p.grad for p in each.parameters()), torch.get_rng_state()])
+    assert_same(*results)
 
 
 def halves_with(dropout: float) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -33,13 +33,13 @@ and a gradient in another order than the mask."""
 def noted(target: Any, call: Call) -> Any:
     """The fake results of one call, corrected as those of a captured graph are."""
     mode = compat.FakeTensorMode()
-    graph, known = fx.Graph(), {}
+    graph, placeholders = fx.Graph(), {}
 
     def placeholder(tensor: Tensor) -> fx.Node:
-        if tensor not in known:
-            known[tensor] = graph.placeholder(f"given_{len(known)}")
-            known[tensor].meta["val"] = mode.from_tensor(tensor)
-        return known[tensor]
+        if tensor not in placeholders:
+            placeholders[tensor] = graph.placeholder(f"given_{len(placeholders)}")
+            placeholders[tensor].meta["val"] = mode.from_tensor(tensor)
+        return placeholders[tensor]
 
     args, kwargs = pytree.tree_map_only(Tensor, placeholder, apart().all_of(call))
     node = graph.call_function(target, args, kwargs)
@@ -106,7 +106,7 @@ def backward_of(target: Any, call: Call) -> Iterator[tuple[Any, Call]]:
     """The backward of a norm, for gradients of two orders of dimensions."""
     x, *rest = call[0]
     try:
-        made = target(*apart().all_of(call)[0])
+        normed = target(*apart().all_of(call)[0])
     except NUMERIC:
         return
     for order in (torch.contiguous_format, CHANNELS_LAST) if x.dim() == 4 else (torch.contiguous_format,):
@@ -114,16 +114,16 @@ def backward_of(target: Any, call: Call) -> Iterator[tuple[Any, Call]]:
         if target is aten.native_batch_norm.default:
             w, _, mean, variance, train, _, eps = rest
             mask = [True, w is not None, w is not None]
-            args = (gradient, x, w, mean, variance, made[1], made[2], train, eps, mask)
+            args = (gradient, x, w, mean, variance, normed[1], normed[2], train, eps, mask)
             yield aten.native_batch_norm_backward.default, (args, {})
         if target is aten.native_group_norm.default:
             w, _, *sizes, _ = rest
             mask = [True, w is not None, w is not None]
-            yield aten.native_group_norm_backward.default, ((gradient, x, made[1], made[2], w, *sizes, mask), {})
+            yield aten.native_group_norm_backward.default, ((gradient, x, normed[1], normed[2], w, *sizes, mask), {})
         if target is aten.native_layer_norm.default:
             shape, w, b, _ = rest
             mask = [True, w is not None, w is not None]
-            yield aten.native_layer_norm_backward.default, ((gradient, x, shape, made[1], made[2], w, b, mask), {})
+            yield aten.native_layer_norm_backward.default, ((gradient, x, shape, normed[1], normed[2], w, b, mask), {})
 
 
 @pytest.mark.parametrize("low", FLOATS, ids=str)
@@ -133,8 +133,8 @@ def test_norms_are_noted_as_they_are_whatever_the_dtypes(low: torch.dtype) -> No
         for target, call in norms(low, weight, kept):
             later = list(backward_of(target, call))
             backwards += len(later)
-            for each, given in ((target, call), *later):
-                fault = mismatch(each, given)
+            for each, arguments in ((target, call), *later):
+                fault = mismatch(each, arguments)
                 if fault:
                     faults[f"{each}, {low}, weights {weight}, statistics {kept}"] = fault
     assert faults == {}
@@ -232,21 +232,21 @@ def test_every_operator_is_noted_as_it_is() -> None:
 def test_every_operator_case_is_noted_as_it_is_in_every_mix_of_dtypes() -> None:
     from benchmarks.operator_cases import CASES
 
-    faults, made = {}, 0
+    faults, compared = {}, 0
     for layout, cases in CASES.items():
         for name, (function, makers) in cases.items():
             for dtypes in mixes(len(makers)):
                 torch.manual_seed(0)
-                given = [make(dtype) for make, dtype in zip(makers, dtypes, strict=True)]
+                operands = [make(dtype) for make, dtype in zip(makers, dtypes, strict=True)]
                 # torch takes no such mix perhaps; what it called until then is compared
                 with Recorder(4) as recorder, contextlib.suppress(NUMERIC):
-                    function(*given)
+                    function(*operands)
                 for target, some in recorder.calls.items():
-                    made += len(some)
+                    compared += len(some)
                     for call in some if target not in HARMLESS else ():
                         if fault := mismatch(target, call):
                             faults[f"{name}, {layout}, {dtypes}: {target}"] = fault
-    print(made)
+    print(compared)
     assert faults == {}
 
 
@@ -273,8 +273,8 @@ def reordered(call: Call) -> Iterator[Call]:
     """The call with one of its tensors turned, and with all of them."""
     wide = [tensor for tensor in tensors(call) if tensor.dim() > 1 and tensor.numel() > 1 and tensor.is_contiguous()]
     for chosen in [*([tensor] for tensor in wide), wide] if len(wide) > 1 else [wide]:
-        known = {id(tensor) for tensor in chosen}
-        yield pytree.tree_map_only(Tensor, lambda t, known=known: turned(t) if id(t) in known else t, call)
+        ids = {id(tensor) for tensor in chosen}
+        yield pytree.tree_map_only(Tensor, lambda t, ids=ids: turned(t) if id(t) in ids else t, call)
 
 
 @pytest.mark.sweep

@@ -116,9 +116,9 @@ def test_inputs_that_share_memory_still_do() -> None:
 
 def test_devices_in_arguments_are_the_gpu() -> None:
     graph = of(lambda x, part: x + torch.arange(8, device=x.device) + torch.ones(8, device=x.device))
-    made = [node for node in operators(graph.graph) if name_of(node.target) in ("aten.arange.default", "aten.ones")]
-    assert made
-    assert all(node.kwargs["device"] == GPU for node in made)
+    created = [node for node in operators(graph.graph) if name_of(node.target) in ("aten.arange.default", "aten.ones")]
+    assert created
+    assert all(node.kwargs["device"] == GPU for node in created)
 
 
 def test_numbers_that_the_step_writes_stay_on_the_cpu_and_tensors_from_outside_go() -> None:
@@ -153,8 +153,8 @@ def test_view_that_the_gpus_strides_do_not_allow_is_of_a_copy() -> None:
 def test_convolution_has_its_channels_last_as_cudnn_has_them(groups: int) -> None:
     model = nn.Conv2d(4, 6, 3, groups=groups).to(memory_format=torch.channels_last)
     graph = on_gpu(model, (torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last),), total)
-    made = next(node for node in operators(graph.graph) if node.target is aten.convolution.default).meta["val"]
-    assert made.is_contiguous(memory_format=torch.channels_last) is (groups == 1)
+    output = next(node for node in operators(graph.graph) if node.target is aten.convolution.default).meta["val"]
+    assert output.is_contiguous(memory_format=torch.channels_last) is (groups == 1)
     check_graph(graph, "capture", deep=True)
 
 
@@ -282,16 +282,16 @@ FEW = (2, 2, 16, 8)
 def test_attention_is_the_kernel_that_cuda_takes(
     dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], settings: Mapping[str, Any], kernel: str
 ) -> None:
-    given = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    operands = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     named = {key: torch.ones(v).bool() if key == "attn_mask" else v for key, v in settings.items()}
     mode = compat.CaptureMode()
-    fakes = [mode.from_tensor(tensor) for tensor in given]
+    fakes = [mode.from_tensor(tensor) for tensor in operands]
 
     def attention(*parts: Tensor) -> list[Tensor]:
         own = [part.detach().requires_grad_() for part in parts]
-        made = F.scaled_dot_product_attention(*own, **named)
-        assert made.shape == (*shapes[0][:-1], shapes[2][-1])
-        return list(torch.autograd.grad(made.float().sum(), own))
+        output = F.scaled_dot_product_attention(*own, **named)
+        assert output.shape == (*shapes[0][:-1], shapes[2][-1])
+        return list(torch.autograd.grad(output.float().sum(), own))
 
     with on_cuda():
         graph = compat.trace(attention, fakes, mode).graph
@@ -311,7 +311,7 @@ def test_mask_rows_begin_where_the_kernel_loads() -> None:
     with mode:
         query, key = torch.empty(2, 4, 16, 8), torch.empty(2, 4, 13, 8)
         mask = torch.empty(16, 13)
-    graph = compat.trace(lambda *given: attend(*given[:3], given[3]), [query, key, key, mask], mode).graph
+    graph = compat.trace(lambda *operands: attend(*operands[:3], operands[3]), [query, key, key, mask], mode).graph
     read = next(n for n in graph.nodes if n.target is aten._scaled_dot_product_efficient_attention.default).args[3]
     assert read.meta["val"].stride() == (0, 0, 16, 1)  # type: ignore[union-attr]
 

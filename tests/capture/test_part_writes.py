@@ -89,9 +89,9 @@ def part_is_read_again(x: Tensor, _: Tensor) -> Tensor:
 
 def made_is_read_again(x: Tensor, _: Tensor) -> Tensor:
     y = x.clone()
-    made = y[:, :4] * 0.5
-    z = aten.slice_scatter.default(y, made, 1, 0, 4)
-    return z.sum() * made
+    scaled = y[:, :4] * 0.5
+    z = aten.slice_scatter.default(y, scaled, 1, 0, 4)
+    return z.sum() * scaled
 
 
 def another_part(x: Tensor, _: Tensor) -> Tensor:

@@ -98,9 +98,9 @@ def test_clipping_is_that_of_eager_and_hooks_see_dtensors() -> None:
         parameter.grad *= (0.01 / (total + 1e-6)).clamp(max=1.0)
     reference = sgd(twin)
     reference.step()
-    for (name, found), wanted in zip(plain(dict(model.named_parameters())).items(), twin.parameters(), strict=True):
+    for (name, tensor), wanted in zip(plain(dict(model.named_parameters())).items(), twin.parameters(), strict=True):
         whole = wanted.to_local() if isinstance(wanted, DTensor) else wanted
-        torch.testing.assert_close(found, whole.detach(), rtol=1e-6, atol=1e-7, msg=name)
+        torch.testing.assert_close(tensor, whole.detach(), rtol=1e-6, atol=1e-7, msg=name)
 
 
 def test_step_counts_as_a_write_to_each_dtensor() -> None:

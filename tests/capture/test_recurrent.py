@@ -33,11 +33,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 def results(layer: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...]) -> list[Tensor]:
     """Outputs, final states and gradients."""
     x, states = x.clone().requires_grad_(), tuple(state.clone().requires_grad_() for state in states)
-    given = (states if len(states) == 2 else states[0],) if states else ()
-    outputs, final = layer(x, *given)
-    found = [outputs, *(final if isinstance(final, tuple) else (final,))]
-    loss = sum((part.sin() * (at + 1)).sum() for at, part in enumerate(found))
-    return [*found, *torch.autograd.grad(loss, [x, *states, *layer.parameters()])]
+    initial = (states if len(states) == 2 else states[0],) if states else ()
+    outputs, final = layer(x, *initial)
+    returned = [outputs, *(final if isinstance(final, tuple) else (final,))]
+    loss = sum((part.sin() * (at + 1)).sum() for at, part in enumerate(returned))
+    return [*returned, *torch.autograd.grad(loss, [x, *states, *layer.parameters()])]
 
 
 def by_decomposition(layer: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...]) -> list[Tensor]:
@@ -76,16 +76,16 @@ def test_an_lstm_differs_from_onednn_in_the_last_bits_only(bidirectional: bool) 
 def test_an_lstm_that_needs_no_gradient_is_left_to_onednn() -> None:
     layer, x = nn.LSTM(8, 11, 2).requires_grad_(False), noise(3, 4, 8)
     with onednn(True), enable_python_dispatcher(), decomposed():
-        found = layer(x)
-    assert_same(found, layer(x))
+        outputs = layer(x)
+    assert_same(outputs, layer(x))
 
 
 def test_an_lstm_of_no_rows_is_not_left_to_onednn() -> None:
     """oneDNN's layer divides by the rows, and the process would end; eager does not call it either."""
     layer, x = nn.LSTM(8, 11, 2).requires_grad_(False), noise(3, 0, 8)
     with onednn(True), enable_python_dispatcher(), decomposed():
-        found = layer(x)
-    assert_same(found, layer(x))
+        outputs = layer(x)
+    assert_same(outputs, layer(x))
 
 
 def test_only_the_thread_that_traces_has_these_decompositions() -> None:
