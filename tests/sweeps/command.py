@@ -14,10 +14,10 @@ from tests.sweeps.pool import Row
 
 def parser(about: str, log: str) -> argparse.ArgumentParser:
     """The options of every sweep; ``log`` is where it writes by default."""
-    made = argparse.ArgumentParser(description=about)
-    made.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
-    made.add_argument("--log", type=Path, default=log, help="one JSON line per case (default: %(default)s)")
-    return made
+    argument_parser = argparse.ArgumentParser(description=about)
+    argument_parser.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    argument_parser.add_argument("--log", type=Path, default=log, help="one JSON line per case (default: %(default)s)")
+    return argument_parser
 
 
 def rows_in(log: Path) -> list[Row]:

@@ -69,12 +69,12 @@ def results(case: Case, backend: str, budget: str | None = None) -> dict[str, Te
     if wanted:
         torch.manual_seed(SEED)
         torch.autograd.backward(wanted, [_cotangent(output) for output in wanted])
-    found: dict[str, Tensor | None] = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    tensors: dict[str, Tensor | None] = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     held = [*enumerate(tensors_in((case.args, case.kwargs))), *named(case.model)]
     for name, tensor in held:
-        found[f"{name} afterwards"] = tensor.detach()
-        found[f"gradient of {name}"] = tensor.grad
-    return found
+        tensors[f"{name} afterwards"] = tensor.detach()
+        tensors[f"gradient of {name}"] = tensor.grad
+    return tensors
 
 
 def _cotangent(output: Tensor) -> Tensor:
@@ -93,11 +93,11 @@ def bits(tensor: Tensor) -> Tensor:
     )
 
 
-def different(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> str:
+def different(actual: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> str:
     """The first place where two results are not the same bits in the same geometry; empty if none."""
-    if found.keys() != wanted.keys():
-        return f"results {sorted(found)} for {sorted(wanted)}"
-    for name, ours in found.items():
+    if actual.keys() != wanted.keys():
+        return f"results {sorted(actual)} for {sorted(wanted)}"
+    for name, ours in actual.items():
         theirs = wanted[name]
         if ours is None or theirs is None:
             if ours is not theirs:

@@ -86,11 +86,11 @@ def database(name: str) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         home = importlib.import_module(f"torch.testing._internal.{module}")
-        found = list(getattr(home, attribute))
+        infos = list(getattr(home, attribute))
     if name == "op":  # dynamo leaves what sets a seed to eager; `results` sets it before the call
         home.wrapper_set_seed = _unseeded  # type: ignore[attr-defined]
     hypothesis.settings.load_profile("default")
-    return found
+    return infos
 
 
 def _unseeded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -111,23 +111,23 @@ def entries() -> Iterator[Entry]:
 def cases(entry: Entry) -> list[Case]:
     """The samples of an entry; the same ones in every process."""
     torch.manual_seed(0)
-    found = database(entry.database)[entry.number]
+    info = database(entry.database)[entry.number]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _modules(found, entry) if entry.database == "module" else _operators(found, entry)
+        return _modules(info, entry) if entry.database == "module" else _operators(info, entry)
 
 
 def _modules(info: Any, entry: Entry) -> list[Case]:
     samples = info.module_inputs_func(
         info, device="cpu", dtype=entry.dtype, requires_grad=True, training=entry.training
     )
-    made = []
+    module_cases = []
     for sample in samples:
         construct, call = sample.constructor_input, sample.forward_input
         model = info.module_cls(*construct.args, **construct.kwargs).to(entry.dtype).train(entry.training)
         if call is not None:
-            made.append(Case(model, tuple(call.args), dict(call.kwargs)))
-    return made
+            module_cases.append(Case(model, tuple(call.args), dict(call.kwargs)))
+    return module_cases
 
 
 def _operators(info: Any, entry: Entry) -> list[Case]:

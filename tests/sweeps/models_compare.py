@@ -56,7 +56,7 @@ def trained(source: Example, wrap: Callable[[nn.Module], nn.Module], *, kept: bo
     torch._dynamo.reset()
     model = source.make()
     compiled = wrap(model)
-    found: Results = {}
+    results: Results = {}
     for number, batch in enumerate(source.batches):
         torch.manual_seed(number)
         batch = copy.deepcopy(batch)
@@ -65,17 +65,17 @@ def trained(source: Example, wrap: Callable[[nn.Module], nn.Module], *, kept: bo
         loss.backward()
         for buffer, was in before:
             buffer.copy_(was)
-        found[f"loss {number}"] = loss.detach()
-        _note(found, model, batch, number)
-    return found
+        results[f"loss {number}"] = loss.detach()
+        _note(results, model, batch, number)
+    return results
 
 
-def _note(found: Results, model: nn.Module, batch: tuple[Any, ...], number: int) -> None:
+def _note(results: Results, model: nn.Module, batch: tuple[Any, ...], number: int) -> None:
     for index, tensor in enumerate(tensors_in(batch)):
-        found[f"input {index} after {number}"] = tensor
+        results[f"input {index} after {number}"] = tensor
     for name, tensor in named(model):
-        found[f"{name} after {number}"] = tensor.detach().clone()
-        found[f"gradient of {name} after {number}"] = None if tensor.grad is None else tensor.grad.clone()
+        results[f"{name} after {number}"] = tensor.detach().clone()
+        results[f"gradient of {name} after {number}"] = None if tensor.grad is None else tensor.grad.clone()
 
 
 def stepped(source: Example, make: Callable[[nn.Module, torch.optim.Optimizer], Callable[..., Tensor]]) -> Results:
@@ -83,13 +83,13 @@ def stepped(source: Example, make: Callable[[nn.Module, torch.optim.Optimizer], 
     torch._dynamo.reset()
     model = source.make()
     step = make(model, optimizer_of(source, model))
-    found: Results = {}
+    results: Results = {}
     for number, batch in enumerate(source.batches):
         torch.manual_seed(number)
         batch = copy.deepcopy(batch)
-        found[f"loss {number}"] = step(*batch).detach()
-        _note(found, model, batch, number)
-    return found
+        results[f"loss {number}"] = step(*batch).detach()
+        _note(results, model, batch, number)
+    return results
 
 
 def aot_eager(model: nn.Module) -> nn.Module:
@@ -144,8 +144,8 @@ def by_roamc(source: Example, route: str, budget: str | None) -> tuple[Results, 
             steps.append(roamc.train_step(model, loss_of, optimizer, memory_budget=budget))
             return steps[0]
 
-        found = stepped(source, make)
-        return found, steps[0].plans
+        results = stepped(source, make)
+        return results, steps[0].plans
     models: list[nn.Module] = []
 
     def wrap(model: nn.Module) -> nn.Module:
@@ -155,8 +155,8 @@ def by_roamc(source: Example, route: str, budget: str | None) -> tuple[Results, 
         return torch.compile(model, backend="roamc", dynamic=False, options={"memory_budget": budget})
 
     roamc.frontends.backend.LATEST.clear()
-    found = trained(source, wrap)
-    return found, roamc.plans(models[0]) if models else roamc.plans()
+    results = trained(source, wrap)
+    return results, roamc.plans(models[0]) if models else roamc.plans()
 
 
 def judge(seed: int, route: str, budget: str | None, seconds: int = 120, family: str = "blocks") -> Verdict:
@@ -176,10 +176,10 @@ def judge(seed: int, route: str, budget: str | None, seconds: int = 120, family:
             )
             wanted = first()
             at = route
-            found, plans = _planned_or_smallest(source, route, budget)
-            wrong = different(found, wanted)
+            results, plans = _planned_or_smallest(source, route, budget)
+            wrong = different(results, wanted)
             at = "reference"
-            if wrong and any(not different(found, other()) for other in others):
+            if wrong and any(not different(results, other()) for other in others):
                 wrong = ""
             if not wrong and not plans and route == "compile" and not graphs_of(source):
                 return Verdict("no graph", "torch.compile runs the model in eager")

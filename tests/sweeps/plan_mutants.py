@@ -235,11 +235,11 @@ def outcome(valid: Valid, data: dict[str, Any], *, believed: bool = False) -> st
             planned = search.run(copied(valid.graph), Options(), plan)
     except RoamcError:
         return "refused"
-    given = clones(valid.inputs)
+    inputs = clones(valid.inputs)
     torch.manual_seed(3)
-    returned = run_program(planned, given)
-    found = [*returned, *given, torch.get_rng_state()]
-    for one, other in zip(valid.expected, found, strict=True):
+    returned = run_program(planned, inputs)
+    actual = [*returned, *inputs, torch.get_rng_state()]
+    for one, other in zip(valid.expected, actual, strict=True):
         same = torch.equal(bits(one), bits(other)) if isinstance(one, Tensor) else one == other
         assert same, "the program gives other bits"
     return "same bits"

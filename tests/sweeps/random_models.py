@@ -231,9 +231,9 @@ class _Maker:
         makers = [self._plain, self._plain, self._norm, self._shape, self._mixing, self._small]
         if depth < 2:
             makers += [self._nested, self._nested]
-        made = self.draw.choice(makers)(depth)
-        self.made.append(made)
-        return made
+        block = self.draw.choice(makers)(depth)
+        self.made.append(block)
+        return block
 
     def _plain(self, depth: int) -> nn.Module:
         inner = self.draw.choice([self.width, 2 * self.width, 3])

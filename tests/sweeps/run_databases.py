@@ -26,25 +26,25 @@ Job = tuple[Entry, int | None, frozenset[int]]
 
 def work(job: Job, first: int) -> Iterator[pool.Row]:
     """The verdicts of an entry's samples, from the ``first`` on."""
-    entry, samples, known = job
+    entry, samples, judged = job
     try:
-        made = cases(entry)
+        entry_cases = cases(entry)
     except Exception as error:  # the database refuses the dtype
         yield {"outcome": "left out", "sample": 0, "text": f"no samples: {type(error).__name__}: {error}"[:200]}
         return
-    for sample in [sample for sample in spread(len(made), samples) if sample not in known][first:]:
+    for sample in [sample for sample in spread(len(entry_cases), samples) if sample not in judged][first:]:
         start = time.perf_counter()
-        verdict = judge(made[sample])
+        verdict = judge(entry_cases[sample])
         seconds = round(time.perf_counter() - start, 2)
         yield {"outcome": verdict.outcome, "sample": sample, "text": verdict.text, "seconds": seconds}
 
 
 def jobs_behind(rows: list[pool.Row], chosen: list[Entry], samples: int | None) -> list[Job]:
     """All of the chosen entries, each with the samples that ``rows`` have of it."""
-    known = collections.defaultdict(set)
+    judged = collections.defaultdict(set)
     for row in rows:
-        known[row["entry"]] |= {row["sample"]} if "sample" in row else set()
-    return [(entry, samples, frozenset(known[str(entry)])) for entry in chosen]
+        judged[row["entry"]] |= {row["sample"]} if "sample" in row else set()
+    return [(entry, samples, frozenset(judged[str(entry)])) for entry in chosen]
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=5000, help="how many changed plans")
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
     arguments = parser.parse_args()
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     for seed in range(arguments.first, arguments.first + arguments.count):
         valid = valid_plan(seed % COUNT)
         data, what = mutate(valid.data, Random(seed))
@@ -29,11 +29,11 @@ def main() -> int:
             said = "FAULT"
             print(f"FAULT seed {seed}, {what}: {type(error).__name__}: {error}", flush=True)
             print("".join(traceback.format_exception(error)[-3:]), flush=True)
-        found[said] += 1
+        outcomes[said] += 1
         if (seed + 1) % 250 == 0:
-            print(f"{sum(found.values())} plans: {dict(found)}", flush=True)
-    print(f"{sum(found.values())} plans: {dict(found)}")
-    return 1 if found["FAULT"] else 0
+            print(f"{sum(outcomes.values())} plans: {dict(outcomes)}", flush=True)
+    print(f"{sum(outcomes.values())} plans: {dict(outcomes)}")
+    return 1 if outcomes["FAULT"] else 0
 
 
 if __name__ == "__main__":

@@ -40,17 +40,17 @@ def test_sample_of_entries(name: str, every: int) -> None:
 
 
 def test_bits_and_geometry_are_compared() -> None:
-    def found(tensor: Tensor | None) -> dict[str, Tensor | None]:
+    def outputs(tensor: Tensor | None) -> dict[str, Tensor | None]:
         return {"output 0": tensor}
 
     x = torch.tensor([[0.0, 1.0], [2.0, float("nan")]])
-    assert different(found(x), found(x.clone())) == ""
-    assert "other bits" in different(found(x), found(x * -1 * -1 + torch.tensor([[-0.0, 1e-7], [0, 0]])))
-    assert "other bits" in different(found(torch.zeros(1)), found(-torch.zeros(1)))
-    assert "(1, 2)" in different(found(x), found(x.t().contiguous().t()))
-    assert "float64" in different(found(x.double()), found(x))
-    assert "None" in different(found(None), found(x))
-    assert "results" in different({}, found(x))
+    assert different(outputs(x), outputs(x.clone())) == ""
+    assert "other bits" in different(outputs(x), outputs(x * -1 * -1 + torch.tensor([[-0.0, 1e-7], [0, 0]])))
+    assert "other bits" in different(outputs(torch.zeros(1)), outputs(-torch.zeros(1)))
+    assert "(1, 2)" in different(outputs(x), outputs(x.t().contiguous().t()))
+    assert "float64" in different(outputs(x.double()), outputs(x))
+    assert "None" in different(outputs(None), outputs(x))
+    assert "results" in different({}, outputs(x))
 
 
 def test_spread_takes_first_and_last() -> None:

@@ -75,9 +75,9 @@ def test_number_gives_the_same_model_twice() -> None:
 
 def test_modules_that_write_in_place_can_be_trained_in_eager() -> None:
     for seed in range(20):
-        found = models_compare.reference(seed, "eager", family="in-place")
-        assert all(tensor is None or tensor.isfinite().all() for tensor in found.values()), seed
-        assert any(tensor is not None for name, tensor in found.items() if name.startswith("gradient")), seed
+        results = models_compare.reference(seed, "eager", family="in-place")
+        assert all(tensor is None or tensor.isfinite().all() for tensor in results.values()), seed
+        assert any(tensor is not None for name, tensor in results.items() if name.startswith("gradient")), seed
 
 
 def test_numbers_give_all_kinds_of_writes() -> None:
@@ -110,8 +110,8 @@ def test_a_module_that_writes_in_place_is_printed_as_code() -> None:
 
 
 def test_a_write_to_an_input_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, plans = models_compare.by_roamc(in_place_models.example(3), "compile", None)
-    changed = {**found, "input 0 after 1": torch.zeros(1)}
+    results, plans = models_compare.by_roamc(in_place_models.example(3), "compile", None)
+    changed = {**results, "input 0 after 1": torch.zeros(1)}
     monkeypatch.setattr(models_compare, "by_roamc", lambda *way: (changed, plans))
     assert judge(3, "compile", None, family="in-place").outcome == "differs"
 
@@ -136,11 +136,11 @@ def test_a_recurrent_layer_gives_the_bits_of_eager_where_aot_eager_does_not() ->
 
 def test_wrong_bits_of_a_module_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     once = models_compare.loss_of
-    found = models_compare.by_roamc
+    by_roamc = models_compare.by_roamc
 
     def doubled(*way: Any) -> Any:
         monkeypatch.setattr(models_compare, "loss_of", lambda *batch: once(*batch) * 2)
-        results = found(*way)
+        results = by_roamc(*way)
         monkeypatch.setattr(models_compare, "loss_of", once)
         return results
 
@@ -169,9 +169,9 @@ def test_the_second_run_of_a_checkpointed_part_updates_no_buffer_under_torch_com
 
 
 def test_a_mixture_of_two_references_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, plans = models_compare.by_roamc(example(174), "compile", None)
+    results, plans = models_compare.by_roamc(example(174), "compile", None)
     twice = "blocks.0.inner.1.0.0.mean after 0"
-    mixed = {**found, twice: models_compare.reference(174, "eager")[twice]}
+    mixed = {**results, twice: models_compare.reference(174, "eager")[twice]}
     monkeypatch.setattr(models_compare, "by_roamc", lambda *way: (mixed, plans))
     assert judge(174, "compile", None).outcome == "differs"
 
@@ -182,8 +182,8 @@ def test_a_model_that_dynamo_runs_in_eager_has_no_graph() -> None:
 
 
 def test_a_graph_that_is_not_planned_without_a_word_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = models_compare.by_roamc
-    monkeypatch.setattr(models_compare, "by_roamc", lambda *way: (found(*way)[0], []))
+    by_roamc = models_compare.by_roamc
+    monkeypatch.setattr(models_compare, "by_roamc", lambda *way: (by_roamc(*way)[0], []))
     assert judge(3, "compile", None).outcome == "silent"
 
 
