@@ -164,25 +164,25 @@ def test_explain_says_what_is_kept_in_fewer_bytes() -> None:
     sizes = ("--batch", "8", "--seq", "64", "--layers", "1", "--width", "128", "--heads", "4", "--vocab", "64")
     for share in range(75, 40, -5):  # the first budget for which a mask is worth packing
         asked = ("explain", "gpt", *sizes, "--set", "dropout=0.1", "--no-curve", "--memory-budget", f"{share}%")
-        found = json.loads(run(*asked, "--json").stdout)
-        codes = found["plan"]["decisions"]["retain"]["codes"]
+        data = json.loads(run(*asked, "--json").stdout)
+        codes = data["plan"]["decisions"]["retain"]["codes"]
         if codes:
             break
     assert codes
-    assert sum(row["count"] for row in found["smaller"]) == len(codes)
-    assert all(0 < row["after"] < row["before"] and row["source"] for row in found["smaller"])
-    assert {row["operator"] for row in found["smaller"]} == {"roamc.dropout_mask.default"}
-    spent = sum(row["seconds"] for key in ("dropped", "smaller") for row in found[key])
-    assert spent == pytest.approx(found["plan"]["added_seconds"])
+    assert sum(row["count"] for row in data["smaller"]) == len(codes)
+    assert all(0 < row["after"] < row["before"] and row["source"] for row in data["smaller"])
+    assert {row["operator"] for row in data["smaller"]} == {"roamc.dropout_mask.default"}
+    spent = sum(row["seconds"] for key in ("dropped", "smaller") for row in data[key])
+    assert spent == pytest.approx(data["plan"]["added_seconds"])
     shown = run(*asked).stdout.partition("kept in fewer bytes for backward")[2]
     assert re.search(r"kept as +storages .*\n.*bits +roamc.dropout_mask", shown)
 
 
 def test_explain_says_what_is_made_again() -> None:
-    found = json.loads(run("explain", "gpt", *SMALL, "--memory-budget", "60%", "--json").stdout)
-    assert found["dropped"]
-    assert sum(row["runs"] for row in found["dropped"]) == len(found["plan"]["decisions"]["retain"]["reruns"])
-    assert sum(row["seconds"] for row in found["dropped"]) == pytest.approx(found["plan"]["added_seconds"])
+    data = json.loads(run("explain", "gpt", *SMALL, "--memory-budget", "60%", "--json").stdout)
+    assert data["dropped"]
+    assert sum(row["runs"] for row in data["dropped"]) == len(data["plan"]["decisions"]["retain"]["reruns"])
+    assert sum(row["seconds"] for row in data["dropped"]) == pytest.approx(data["plan"]["added_seconds"])
     assert "made again for the next" in run("explain", "gpt", *SMALL, "--memory-budget", "60%").stdout
     said = run("explain", "gpt", *SMALL, "--memory-budget", "60%", "--memory-budget", "min", code=1).stderr
     assert "roamc plan compares several" in said

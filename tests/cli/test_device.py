@@ -151,12 +151,12 @@ def test_kernels_are_compiled_ahead_of_time() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "roamc", *asked], capture_output=True, text=True, check=True, env=setting
     )
-    found = json.loads(done.stdout)
-    decided = found["plan"]["decisions"]["fuse"]
+    data = json.loads(done.stdout)
+    decided = data["plan"]["decisions"]["fuse"]
     groups, shared = decided["groups"], decided["launches"]
     assert shared, "updates of small parameters share a launch"
-    assert sum(kernel["count"] for kernel in found["kernels"]) == len(groups) - sum(len(names) - 1 for names in shared)
-    for kernel in found["kernels"]:
+    assert sum(kernel["count"] for kernel in data["kernels"]) == len(groups) - sum(len(names) - 1 for names in shared)
+    for kernel in data["kernels"]:
         functions = {target["kernel"] for target in kernel["targets"]}  # two, where the kernel adds up over rows
         taken = sorted((target["kernel"], target["target"]) for target in kernel["targets"])
         assert taken == sorted((function, name) for function in functions for name in ("sm_80", "sm_90"))

@@ -32,10 +32,10 @@ def file(tmp_path: Path) -> str:
 
 
 def test_json_has_arena_bound_status_and_seconds(file: str) -> None:
-    found = json.loads(run(file, "--json").stdout)
-    assert (found["arena_bytes"], found["bound_bytes"], found["status"]) == (12, 12, "optimal")
-    assert (found["storages"], found["fragmentation"], found["fits"]) == (5, 0.0, True)
-    assert found["seconds"] >= 0
+    data = json.loads(run(file, "--json").stdout)
+    assert (data["arena_bytes"], data["bound_bytes"], data["status"]) == (12, 12, "optimal")
+    assert (data["storages"], data["fragmentation"], data["fits"]) == (5, 0.0, True)
+    assert data["seconds"] >= 0
 
 
 def test_text_names_the_file_and_the_arena(file: str) -> None:
@@ -69,8 +69,8 @@ def test_a_capacity_that_is_refuted_by_search_ends_with_2(tmp_path: Path) -> Non
     path = tmp_path / "above.csv"
     path.write_text(ABOVE)
     result = run(str(path), "--capacity", "4B", "--json", code=2)
-    found = json.loads(result.stdout)
-    assert (found["status"], found["fits"], found["arena_bytes"], found["bound_bytes"]) == ("infeasible", False, 5, 4)
+    data = json.loads(result.stdout)
+    assert (data["status"], data["fits"], data["arena_bytes"], data["bound_bytes"]) == ("infeasible", False, 5, 4)
     assert "no layout is lower" in result.stderr
 
 

@@ -108,8 +108,8 @@ def test_forward_and_backward_alone_are_planned_and_know_their_lines(name: str) 
     own = (operator.getitem, torch.ops.aten.copy_.default)  # made by torch itself, such as updates of batch norm
     work = [node for node in operators(graph.graph) if node.target not in own]
     early = [node for node in work if graph.phase[node.name] is Phase.FORWARD]
-    known = sum(bool(source_line(node)) for node in early)
-    assert known > 0.9 * len(early)
+    located = sum(bool(source_line(node)) for node in early)
+    assert located > 0.9 * len(early)
     plan = search.run(graph, Options()).plan
     assert plan.peak_bytes >= plan.bound_bytes > 0
     assert "optimizer state" not in plan.fixed_bytes
@@ -247,8 +247,8 @@ def test_unknown_argument_is_named(file: str) -> None:
     [("a=1", 1), ("a=0.5", 0.5), ("a=true", True), ("a=False", False), ("a=x=y", "x=y"), ("a=6GiB", "6GiB")],
 )
 def test_setting_is_read(text: str, value: object) -> None:
-    key, found = parse_setting(text)
-    assert (key, found, type(found)) == ("a", value, type(value))
+    key, parsed = parse_setting(text)
+    assert (key, parsed, type(parsed)) == ("a", value, type(value))
 
 
 def test_setting_without_value_is_refused() -> None:
