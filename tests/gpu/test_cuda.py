@@ -80,9 +80,9 @@ def test_train_step_equals_eager(name: str, dtype: torch.dtype) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, twin)]
     step = roamc.train_step(model, loss_fn, optimizers[0], strict=True)
     for seed in range(3):
-        found = seeded(step, *batch, seed=seed)
+        loss = seeded(step, *batch, seed=seed)
         wanted = seeded(eager_step, twin, loss_fn, optimizers[1], *batch, seed=seed)
-        assert_same(found, wanted, f"loss of step {seed}")
+        assert_same(loss, wanted, f"loss of step {seed}")
         assert_same(tensors_of(model), tensors_of(twin), f"after step {seed}")
         assert_same(state_of(optimizers[0]), state_of(optimizers[1]), f"after step {seed}")
 

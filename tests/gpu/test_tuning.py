@@ -89,17 +89,17 @@ def test_all_shapes_of_a_kernel_have_the_same_bits(name: str, dtype: torch.dtype
     function, operands = ALONE[name][:2]
     group = group_of(function, *(on_gpu(tuple(one.shape), dtype) for one in operands))
     torch.manual_seed(0)
-    given = [torch.randn(one.shape, device=DEVICE).to(dtype) for one in operands]
-    made: list[Tensor] = []
+    inputs = [torch.randn(one.shape, device=DEVICE).to(dtype) for one in operands]
+    outputs: list[Tensor] = []
     for shape in group.shapes:
         group.launch_in(shape)
-        made.append(torch.empty(group.results[0].meta["val"].shape, dtype=dtype, device=DEVICE))
-        group.write(*given, out=made[-1])
-    assert all(torch.equal(one, made[0]) for one in made)
+        outputs.append(torch.empty(group.results[0].meta["val"].shape, dtype=dtype, device=DEVICE))
+        group.write(*inputs, out=outputs[-1])
+    assert all(torch.equal(one, outputs[0]) for one in outputs)
 
 
 def test_a_first_result_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = [torch.randn(40, 400, device=DEVICE) for _ in range(2)]
+    inputs = [torch.randn(40, 400, device=DEVICE) for _ in range(2)]
     runs: list[Any] = []
     members = FusedKernel.run_members
 
@@ -111,7 +111,7 @@ def test_a_first_result_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(2):
         kept.forget()
         group = group_of(ALONE["flat"][0], *ALONE["flat"][1])
-        group.write(*given, out=torch.empty(40, 400, device=DEVICE))
+        group.write(*inputs, out=torch.empty(40, 400, device=DEVICE))
     assert len(runs) == 1
     machine = here.machine(DEVICE)
     assert machine is not None
