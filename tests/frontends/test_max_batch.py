@@ -35,17 +35,17 @@ def fits(size: int, budget: int) -> bool:
 
 def test_largest_size_fits_and_the_next_does_not() -> None:
     budget = 600_000
-    found = roamc.max_batch(make, budget)
-    assert found.plan.needed_bytes <= budget
-    assert found.too_large == found.size + 1
-    assert fits(found.size, budget)
-    assert not fits(found.size + 1, budget)
-    assert found.plan.added_seconds > 0, "recomputation makes room for a larger batch"
+    fit = roamc.max_batch(make, budget)
+    assert fit.plan.needed_bytes <= budget
+    assert fit.too_large == fit.size + 1
+    assert fits(fit.size, budget)
+    assert not fits(fit.size + 1, budget)
+    assert fit.plan.added_seconds > 0, "recomputation makes room for a larger batch"
 
 
 def test_no_size_above_the_largest_is_tried() -> None:
-    found = roamc.max_batch(make, "1GB", largest=5)
-    assert (found.size, found.too_large) == (5, None)
+    fit = roamc.max_batch(make, "1GB", largest=5)
+    assert (fit.size, fit.too_large) == (5, None)
 
 
 def test_a_function_that_ignores_its_size_is_refused() -> None:
@@ -72,8 +72,8 @@ def with_batch_norm(size: int) -> tuple[nn.Module, tuple[Tensor], object]:
 
 @pytest.mark.parametrize("forward_backward", [False, True])
 def test_model_that_needs_more_than_one_row(forward_backward: bool) -> None:
-    found = roamc.max_batch(with_batch_norm, "1MB", smallest=2, largest=7, forward_backward=forward_backward)
-    assert (found.size, found.too_large) == (7, None)
+    fit = roamc.max_batch(with_batch_norm, "1MB", smallest=2, largest=7, forward_backward=forward_backward)
+    assert (fit.size, fit.too_large) == (7, None)
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,14 @@ SIZES = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "seq": 16, "batch": 
 def parts(kind: str, ranks: int, plan: Mapping[str, str] = PLAN) -> list[nn.Module]:
     """What each rank has of a model of ``tests.parallel``, with its elements."""
     whole = build(kind, 1)
-    made = [split(whole, None, plan, ranks, "tp")[0] for _ in range(ranks)]
-    for rank, part in enumerate(made):
+    shards = [split(whole, None, plan, ranks, "tp")[0] for _ in range(ranks)]
+    for rank, part in enumerate(shards):
         for name, parameter in part.named_parameters():
             source = whole.get_parameter(name).detach()
             dims = [at for at, size in enumerate(source.shape) if parameter.shape[at] != size]
             if dims:
                 parameter.data = source.chunk(ranks, dims[0])[rank].clone()
-    return made
+    return shards
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
@@ -56,13 +56,13 @@ def test_a_head_whose_outputs_are_gathered_stays_split_by_class() -> None:
     graph = normal_form(ranks[0], (batch(),))
     with parse_mesh("tp=2").planned_for():
         decision = shard.decide(graph, Options(shard="sequence"))
-        found = shard.apply(graph, decision)
-        check(graph, found, "shard")
+        sharded = shard.apply(graph, decision)
+        check(graph, sharded, "shard")
     ((gathered, count, values),) = decision.classes
     assert (gathered, count) == ("cat", 2)
     assert {"_log_softmax", "nll_loss_backward"} <= set(values)
-    assert all(node.target is not torch.ops.aten.cat.default for node in operators(found.graph))
-    assert_as_on_one_rank("gpt", ranks, found)
+    assert all(node.target is not torch.ops.aten.cat.default for node in operators(sharded.graph))
+    assert_as_on_one_rank("gpt", ranks, sharded)
 
 
 def test_a_head_that_shares_its_weight_or_that_ranks_do_not_divide_stays_whole() -> None:
@@ -83,11 +83,11 @@ def assert_as_on_one_rank(kind: str, ranks: Sequence[nn.Module], graph: TrainGra
     model, loss = one_rank(kind)
     assert all(abs(float(result[0] - loss)) <= BOUND * float(loss) for result in results)
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found = {
+    gradients = {
         name: _whole([result[1 + at] for result in results], wanted[name].shape)
         for at, (name, _) in enumerate(model.named_parameters())
     }
-    assert worst_error(found, wanted) <= BOUND
+    assert worst_error(gradients, wanted) <= BOUND
 
 
 def _whole(pieces: list[Tensor], shape: torch.Size) -> Tensor:
@@ -121,10 +121,10 @@ def test_a_whole_step_on_shards_updates_behind_its_gradients(captured: TrainGrap
     with parse_mesh("tp=2").planned_for():
         graph = copied(captured)
         graph = normalize.apply(graph, normalize.decide(graph, Options()))
-        found = shard.apply(graph, shard.decide(graph, options))
-        check(graph, found, "shard")
-    assert all(before < after for before, after in build_memory(found).edges)
-    assert counted(found)["BACKWARD", "all_reduce_coalesced"] == 1
+        sharded = shard.apply(graph, shard.decide(graph, options))
+        check(graph, sharded, "shard")
+    assert all(before < after for before, after in build_memory(sharded).edges)
+    assert counted(sharded)["BACKWARD", "all_reduce_coalesced"] == 1
 
 
 def test_no_plan_depends_on_a_groups_name(captured: TrainGraph) -> None:

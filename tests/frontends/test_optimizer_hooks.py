@@ -61,12 +61,12 @@ def test_hooks_run_in_torchs_order_with_its_arguments() -> None:
             one.register_step_pre_hook(noted("before"))
             one.register_step_post_hook(noted("after"))
         roamc.train_step(model, square, optimizer)(X)
-        found, calls = calls, []
+        step_calls, calls = calls, []
         reference.step()
     finally:
         for handle in handles:
             handle.remove()
-    assert found == calls == [("all before", True), ("before", True), ("after", True), ("all after", True)]
+    assert step_calls == calls == [("all before", True), ("before", True), ("after", True), ("all after", True)]
 
 
 def test_post_hook_may_zero_gradients() -> None:
