@@ -88,8 +88,8 @@ def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
     half = torch.bfloat16
     if name == "update":
         optimizer = functools.partial(torch.optim.Adam, weight_decay=0.1, amsgrad=True)
-        made = update_of(optimizer, torch.empty(2048, dtype=half))
-        return made.body, made.text
+        update = update_of(optimizer, torch.empty(2048, dtype=half))
+        return update.body, update.text
     if name == "updates":
         several, _ = multi_tensor.join(groups_of(torch.optim.AdamW, [(4096,)] * MOST_TENSORS, half))
         return several.body, several.text
@@ -140,8 +140,8 @@ def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
                 ),
             ),
         }
-        function, given = functions[name]
-        body = make_fx(function, tracing_mode="fake")(*given).graph
+        function, operands = functions[name]
+        body = make_fx(function, tracing_mode="fake")(*operands).graph
     frame = frame_of(blocks.last_member(body))
     assert frame is not None, f"{name} has no frame"
     return body, kernel_text(f"fused_{name.replace(' ', '_')}", body, frame)
@@ -183,8 +183,8 @@ def float_instructions(ptx: str) -> set[str]:
 
     An instruction on two elements of 16 bits, such as ``max.NaN.bf16x2``, counts as that on one.
     """
-    found = re.findall(r"^\s*(?:@%p\d+ )?([a-z][\w.]*)\s", ptx.replace("16x2", "16"), re.MULTILINE)
-    return {name for name in found if re.search(r"\.b?f(16|32)", name) and not name.startswith(("ld.", "st.", "mov."))}
+    names = re.findall(r"^\s*(?:@%p\d+ )?([a-z][\w.]*)\s", ptx.replace("16x2", "16"), re.MULTILINE)
+    return {name for name in names if re.search(r"\.b?f(16|32)", name) and not name.startswith(("ld.", "st.", "mov."))}
 
 
 def in_all_shapes() -> int:

@@ -45,10 +45,10 @@ aten = torch.ops.aten
 convert = interpreter._convert_float
 
 
-def rounding(data: Any, given: tl.dtype, wanted: tl.dtype, mode: Any) -> Any:
+def rounding(data: Any, input_dtype: tl.dtype, wanted: tl.dtype, mode: Any) -> Any:
     """Convert as GPUs do: the interpreter cuts off the bits of a float32 that bfloat16 lacks."""
-    if (given, wanted) != (tl.float32, tl.bfloat16):
-        return convert(data, given, wanted, mode)
+    if (input_dtype, wanted) != (tl.float32, tl.bfloat16):
+        return convert(data, input_dtype, wanted, mode)
     return torch.from_numpy(np.array(data)).bfloat16().view(torch.uint16).numpy()
 
 
@@ -161,19 +161,19 @@ SEVERAL: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
 
 def inputs(rng: random.Random, dtype: torch.dtype, shape: Sequence[int]) -> list[Tensor]:
     """Tensors of ``shape``, or that broadcast to it; some transposed, some with every second element."""
-    made = []
+    operands = []
     for _ in range(rng.randint(1, 4)):
-        sizes = [size if rng.random() < 0.8 else 1 for size in shape] if made else list(shape)
+        sizes = [size if rng.random() < 0.8 else 1 for size in shape] if operands else list(shape)
         kind = rng.choice(("plain", "plain", "transposed", "strided", "row"))
         if kind == "transposed" and len(sizes) > 1:
-            made.append(torch.randn(*sizes[:-2], sizes[-1], sizes[-2]).to(dtype).transpose(-1, -2))
+            operands.append(torch.randn(*sizes[:-2], sizes[-1], sizes[-2]).to(dtype).transpose(-1, -2))
         elif kind == "strided":
-            made.append(torch.randn(*sizes[:-1], 2 * sizes[-1]).to(dtype)[..., ::2])
-        elif kind == "row" and made:
-            made.append(torch.randn(sizes[-1]).to(dtype))
+            operands.append(torch.randn(*sizes[:-1], 2 * sizes[-1]).to(dtype)[..., ::2])
+        elif kind == "row" and operands:
+            operands.append(torch.randn(sizes[-1]).to(dtype))
         else:
-            made.append(torch.randn(sizes).to(dtype))
-    return made
+            operands.append(torch.randn(sizes).to(dtype))
+    return operands
 
 
 def group(rng: random.Random, count: int, *, along_rows: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -186,15 +186,15 @@ def group(rng: random.Random, count: int, *, along_rows: bool) -> Callable[..., 
     more = [at for at in range(count - 1) if rng.random() < 0.15]
     added = along_rows and rng.random() < 0.4
 
-    def run(*given: Tensor) -> tuple[Tensor, ...]:
-        value, others = given[0], list(given)
+    def run(*operands: Tensor) -> tuple[Tensor, ...]:
+        value, others = operands[0], list(operands)
         for name, one, _ in steps:
             if name in BINARY:
                 value = BINARY[name](value, others[int(one * len(others))])
             else:
                 value = (UNARY.get(name) or ROWS[name])(value)
             others.append(value)
-        read = [*(others[len(given) + at] for at in more), value]
+        read = [*(others[len(operands) + at] for at in more), value]
         share = value.shape[-1] / value.numel() if added and value.dim() else 1.0
         return *read, *([(value * share).sum(over_rows(value))] if added and value.dim() > 1 else [])
 
@@ -213,9 +213,9 @@ def same(out: Tensor, want: Tensor) -> Tensor:
     return (out == want) | ((out != out) & (want != want))
 
 
-def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[str, KernelText | None]:
+def compare(function: Callable[..., Tensor], operands: Sequence[Tensor]) -> tuple[str, KernelText | None]:
     """Say how the kernel of ``function`` differs from it; "" if it does not. None for a group that does not fit."""
-    body = make_fx(function, tracing_mode="fake")(*given).graph
+    body = make_fx(function, tracing_mode="fake")(*operands).graph
     body.eliminate_dead_code()
     members = [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)]
     read = [node for node in body.nodes if node in blocks.results_of(body) and blocks.value_of(node) is node]
@@ -230,29 +230,29 @@ def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[s
     except DoesNotPrintError:  # an element for each row in a kernel without rows, or elements that share memory
         return "", None
     try:
-        judge_kernel(body, text, [Place(at) for at, _ in enumerate(given)], [Place(node) for node in results])
+        judge_kernel(body, text, [Place(at) for at, _ in enumerate(operands)], [Place(node) for node in results])
     except GroupFault as fault:
         return f"the judge of kernels refuses: {fault}\n{text.source}", text
     with torch.backends.mkldnn.flags(enabled=False):  # oneDNN fails for some strides of gelu's backward
-        wanted = fx.Interpreter(fx.GraphModule({}, body)).run(*given)
-    made = [blocks.only_tensor(node) for node in results]
-    outs = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype) for one in made]
+        wanted = fx.Interpreter(fx.GraphModule({}, body)).run(*operands)
+    fakes = [blocks.only_tensor(node) for node in results]
+    outs = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype) for one in fakes]
     for out in outs:
         out.fill_(float("nan") if out.is_floating_point() else 1)
     used = [node for node in body.nodes if node.op == "placeholder"]
-    jit_functions(text)(given[: len(used)], outs)
+    jit_functions(text)(operands[: len(used)], outs)
     dtypes = [first_of(node).dtype for node in (*members, *used)]
     narrowest = max(ERROR.get(dtype, 0.0) for dtype in dtypes)
     said = [
         difference(out, want, narrowest * (1 + len(members) / 4), members)
         for out, want in zip(outs, wanted, strict=True)
     ]
-    said.append(in_other_shapes(body, text, frame, given[: len(used)], outs))
+    said.append(in_other_shapes(body, text, frame, operands[: len(used)], outs))
     return "".join(f"{one}:\n{text.source}" for one in said if one), text
 
 
 def in_other_shapes(
-    body: fx.Graph, text: KernelText, frame: Matrix, given: Sequence[Tensor], outs: Sequence[Tensor]
+    body: fx.Graph, text: KernelText, frame: Matrix, operands: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> str:
     """Say in which shape of its launch a kernel has other bits than ``outs``, or is refused; "" for none."""
     first, *others = shapes_of(text, frame)
@@ -262,9 +262,9 @@ def in_other_shapes(
         launched = launched_in(text, frame, shape)
         places = [Place(at) for at, _ in enumerate(placeholders(body))]
         judge_kernel(body, launched, places, [Place(node) for node in blocks.results_of(body)])
-        made = [torch.full_like(out, 1) for out in outs]
-        jit_functions(launched)(given, made)
-        if not all(same(out, want).all() for out, want in zip(made, outs, strict=True)):
+        launch_outs = [torch.full_like(out, 1) for out in outs]
+        jit_functions(launched)(operands, launch_outs)
+        if not all(same(out, want).all() for out, want in zip(launch_outs, outs, strict=True)):
             return f"it has other bits in {shape}"
     return ""
 
@@ -290,8 +290,8 @@ def losses() -> list[str]:
     for classes in (50, LONGEST_ROW + 1):
         for weighted in (False, True):
             scores = torch.randn(6, classes).log_softmax(-1)
-            given = [torch.tensor(2.0), scores, torch.tensor([1, 2, -100, 4, 0, 49]), torch.tensor(5.0)]
-            said, text = compare(loss, [*given, torch.rand(classes)] if weighted else given)
+            operands = [torch.tensor(2.0), scores, torch.tensor([1, 2, -100, 4, 0, 49]), torch.tensor(5.0)]
+            said, text = compare(loss, [*operands, torch.rand(classes)] if weighted else operands)
             wrong += [f"{classes} classes: {said or 'does not print'}"] if said or text is None else []
     return wrong
 
@@ -333,13 +333,13 @@ def shared_updates() -> list[str]:
 def written(group: FusedKernel) -> list[str]:
     """Say which operand that a group writes has other elements than its operators give."""
     expected = [node.meta["val"] for node in placeholders(group.body)]
-    given = [(torch.rand(one.shape) + 0.1).to(one.dtype) if isinstance(one, Tensor) else one for one in expected]
-    places = [Place(at) for at, _ in enumerate(given)]
+    operands = [(torch.rand(one.shape) + 0.1).to(one.dtype) if isinstance(one, Tensor) else one for one in expected]
+    places = [Place(at) for at, _ in enumerate(operands)]
     check_group(group, 1, places)
-    wanted = [made.clone() for made in group.run_members(given)]
-    jit_functions(group.text)(given, ())
+    wanted = [result.clone() for result in group.run_members(operands)]
+    jit_functions(group.text)(operands, ())
     most = ERROR[wanted[0].dtype] * 2
-    said = [difference(given[at], want, most, group.nodes) for at, want in zip(group.writes, wanted, strict=True)]
+    said = [difference(operands[at], want, most, group.nodes) for at, want in zip(group.writes, wanted, strict=True)]
     return [f"{one}\n{group.text.source}" for one in said if one]
 
 
@@ -427,7 +427,7 @@ def dropouts() -> list[str]:
 
 def corners() -> list[str]:
     """Say which cases of CORNERS differ, or do not print."""
-    compared = {name: compare(function, given) for name, (function, given) in CORNERS.items()}
+    compared = {name: compare(function, operands) for name, (function, operands) in CORNERS.items()}
     return [f"{name}: {said or 'does not print'}" for name, (said, text) in compared.items() if said or text is None]
 
 
@@ -436,13 +436,13 @@ def random_case(rng: random.Random, name: str | None) -> tuple[Callable[..., Ten
     sizes = [rng.choice((1, 2, 3, 5, 8, 16)) for _ in range(rng.randint(0, 3))] + [rng.choice((1, 7, 33, 64, 257))]
     if rng.random() < 0.05:
         sizes = [2, LONGEST_ROW + rng.choice((1, 64))]
-    given = inputs(rng, rng.choice(DTYPES), sizes)
+    operands = inputs(rng, rng.choice(DTYPES), sizes)
     if name is None:
-        return group(rng, rng.randint(2, 12), along_rows=rng.random() < 0.6), given
+        return group(rng, rng.randint(2, 12), along_rows=rng.random() < 0.6), operands
     if name in SEVERAL:
-        return SEVERAL[name], [given[0], torch.randn(sizes[-1]).to(given[0].dtype)]
+        return SEVERAL[name], [operands[0], torch.randn(sizes[-1]).to(operands[0].dtype)]
     function = FORMS[name]
-    return (lambda *x: function(*(x * 2)[:2]) if name in BINARY else function(x[0])), given
+    return (lambda *x: function(*(x * 2)[:2]) if name in BINARY else function(x[0])), operands
 
 
 def main() -> None:
@@ -460,10 +460,10 @@ def main() -> None:
     for name in (how.only or FORMS) if how.forms else [None]:
         seen = tried = 0
         while seen < how.count and tried < 10 * how.count:
-            function, given = random_case(rng, name)
-            said, text = compare(function, given)
+            function, operands = random_case(rng, name)
+            said, text = compare(function, operands)
             tried, seen = tried + 1, seen + (text is not None)
-            wrong += [f"{name}, {[(tuple(t.shape), t.stride(), t.dtype) for t in given]}: {said}"] if said else []
+            wrong += [f"{name}, {[(tuple(t.shape), t.stride(), t.dtype) for t in operands]}: {said}"] if said else []
         wrong += [f"{name}: only {seen} of {tried} print"] if seen < how.count else []
     print(f"{len(wrong)} wrong\n" + "\n\n".join(wrong[:3]))
     raise SystemExit(bool(wrong))

@@ -140,13 +140,13 @@ class Values(fx.Interpreter):
         self.of: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        self.of[n.name] = made = super().run_node(n)
-        return made
+        self.of[n.name] = value = super().run_node(n)
+        return value
 
 
-def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> str | None:
+def compare(function: Callable[..., Tensor], operands: Sequence[Tensor]) -> str | None:
     """Say how the kernel of ``function`` differs from it; "" if it does not, and None if it does not print."""
-    graph = make_fx(function, tracing_mode="fake")(*given).graph
+    graph = make_fx(function, tracing_mode="fake")(*operands).graph
     graph.eliminate_dead_code()
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     members = [node for node in nodes if not ops.is_view(blocks.base_of(node).target) and blocks.base_of(node) in nodes]
@@ -156,15 +156,15 @@ def compare(function: Callable[..., Tensor], given: Sequence[Tensor]) -> str | N
     except (DoesNotPrintError, AssertionError):
         return None
     values = Values(graph)
-    values.run(*given)
+    values.run(*operands)
     args, want = [values.of[node.name] for node in read], values.of[members[-1].name]
     places = [Place(one.untyped_storage().data_ptr(), one.storage_offset() * one.itemsize) for one in args]
     try:
         judge_kernel(group.body, text, places, [Place("out")])
     except GroupFault as fault:
         return f"the judge of kernels refuses: {fault}\n{text.source}"
-    made = blocks.only_tensor(group.results[0])
-    out = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype).fill_(float("nan"))
+    fake = blocks.only_tensor(group.results[0])
+    out = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).fill_(float("nan"))
     jit_functions(text)(args, [out])
     narrowest = max(ERROR[one.dtype] for one in (*args, want))
     said = difference(out, want, narrowest * (1 + len(group.nodes) / 4), group.nodes)
@@ -181,10 +181,10 @@ def main() -> None:
     for number in range(how.count):
         rng = random.Random(how.seed * 100_000 + number)
         torch.manual_seed(number)
-        function, given = random_case(rng)
-        said = compare(function, given)
+        function, operands = random_case(rng)
+        said = compare(function, operands)
         printed += said is not None
-        lies = [(tuple(one.shape), one.stride(), one.dtype) for one in given]
+        lies = [(tuple(one.shape), one.stride(), one.dtype) for one in operands]
         wrong += [f"{number}, {lies}: {said}"] if said else []
     wrong += [f"only {printed} of {how.count} print"] if 2 * printed < how.count else []
     print(f"{len(wrong)} wrong, {printed} printed\n" + "\n\n".join(wrong[:3]))

@@ -112,7 +112,7 @@ def test_most_operators_are_tried() -> None:
     """The two tests above skip what does not fit; these are those that must fit in float32."""
     x = torch.rand(300, 64)
     nodes = {name: operators(traced(one_call(name), x).graph) for name in UNARY}
-    fit = {name for name, found in nodes.items() if len(found) == 1 and blocks.fits(found[0], Matrix(300, 64))}
+    fit = {name for name, calls in nodes.items() if len(calls) == 1 and blocks.fits(calls[0], Matrix(300, 64))}
     assert len(fit) >= 40
     assert {"gelu", "silu", "sigmoid", "exp", "relu", "rsqrt", "tanh"} <= fit
 
@@ -208,9 +208,9 @@ def test_result_may_be_written_over_what_members_have_read() -> None:
     wanted = gate(x, up, grad)
     assert group.rule.overwrites == (0, 1, 2)
     for at in group.rule.overwrites:
-        given = [grad.clone(), up.clone(), x.clone()]
-        group.write(*given, out=given[at])
-        assert same_bits(given[at], wanted)
+        operands = [grad.clone(), up.clone(), x.clone()]
+        group.write(*operands, out=operands[at])
+        assert same_bits(operands[at], wanted)
 
 
 def test_what_the_last_member_may_not_write_over_stays() -> None:
@@ -317,8 +317,8 @@ SQUARE = (
 def test_an_element_for_each_row_is_not_one_for_each_column_of_a_square(function: Callable[..., Tensor]) -> None:
     x, y = torch.randn(64, 64), torch.randn(64, 64)
     nodes = operators(traced(function, x, y).graph)
-    found = [node for node in traced(function, x, y).graph.nodes if node.op == "call_function"]
-    said = Fused.misfit(found, Matrix(64, 64), 1)
+    calls = [node for node in traced(function, x, y).graph.nodes if node.op == "call_function"]
+    said = Fused.misfit(calls, Matrix(64, 64), 1)
     assert said, [node.name for node in nodes]
 
 

@@ -31,8 +31,8 @@ aten = torch.ops.aten
 
 def columns(x: Tensor, first: int, end: int, step: int = 1) -> Tensor:
     """``x[..., first:end:step]``, which Python's own indexing does not make of a fake tensor on a GPU."""
-    made: Tensor = aten.slice.Tensor(x, x.dim() - 1, first, end, step)
-    return made
+    sliced: Tensor = aten.slice.Tensor(x, x.dim() - 1, first, end, step)
+    return sliced
 
 
 def half(x: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ def group(request: pytest.FixtureRequest) -> FusedKernel:
 
 def group_named(name: str) -> FusedKernel:
     function, shapes = SHAPES[name]
-    (made,) = groups_of(function, *on_gpu(*shapes))
-    return made
+    (kernel,) = groups_of(function, *on_gpu(*shapes))
+    return kernel
 
 
 def operand(group: FusedKernel, base: fx.Node) -> Place:
@@ -125,7 +125,7 @@ def test_a_copy_in_another_order_is_read_by_no_member() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         return (x * 2).transpose(0, 1).clone(memory_format=torch.contiguous_format) * y
 
-    titles = [made.title for made in groups_of(function, *on_gpu((4, 6, 16), (6, 4, 16)))]
+    titles = [kernel.title for kernel in groups_of(function, *on_gpu((4, 6, 16), (6, 4, 16)))]
     assert titles == ["fused(clone, mul.Tensor)"]
 
 
@@ -135,7 +135,7 @@ def test_a_copy_of_columns_stays_apart() -> None:
 
 def test_exact_plans_have_it_too() -> None:
     function, shapes = SHAPES["rotary"]
-    assert [made.title for made in groups_of(function, *on_gpu(*shapes), numerics="exact")] == [
+    assert [kernel.title for kernel in groups_of(function, *on_gpu(*shapes), numerics="exact")] == [
         "fused(mul.Tensor, neg, cat, mul.Tensor, add.Tensor)"
     ]
 
@@ -154,7 +154,7 @@ def test_a_member_with_fewer_columns_is_no_result() -> None:
         turned = -columns(x, 8, 16)
         return turned, torch.cat([turned, columns(x, 0, 8)], -1) * 2
 
-    assert [made.title for made in groups_of(function, *on_gpu((4, 6, 16)))] == ["fused(cat, mul.Tensor)"]
+    assert [kernel.title for kernel in groups_of(function, *on_gpu((4, 6, 16)))] == ["fused(cat, mul.Tensor)"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_member_with_fewer_columns_is_no_result() -> None:
 def test_what_a_program_cannot_hold_stays_apart(
     function: Callable[[Tensor], Tensor], shape: tuple[int, ...], alone: str
 ) -> None:
-    titles = [made.title for made in groups_of(function, *on_gpu(shape))]
+    titles = [kernel.title for kernel in groups_of(function, *on_gpu(shape))]
     assert not any(alone in title for title in titles)
 
 
@@ -195,18 +195,18 @@ class Attention(nn.Module):
         queries, keys, values = self.project(x).view(*x.shape[:2], 8, 8).split([4, 2, 2], 2)
         queries, keys = (rotary(heads, angles.cos(), angles.sin()) for heads in (queries, keys))
         seen = torch.softmax(queries @ keys.repeat_interleave(2, 1).transpose(-1, -2), -1)
-        made: Tensor = self.back((seen @ values.transpose(1, 2).repeat_interleave(2, 1)).transpose(1, 2).flatten(2))
-        return made
+        output: Tensor = self.back((seen @ values.transpose(1, 2).repeat_interleave(2, 1)).transpose(1, 2).flatten(2))
+        return output
 
 
 @pytest.mark.parametrize("budget", [None, pytest.param("85%", marks=pytest.mark.thorough)])
 def test_programs_with_such_groups_have_the_bits_of_those_without(monkeypatch: Any, budget: Any) -> None:
     torch.manual_seed(0)
-    made = Attention(), (torch.randn(4, 48, 32),), lambda model, x: model(x).square().mean()
-    plain, _ = graph_and_inputs(*made, "joint")
+    workload = Attention(), (torch.randn(4, 48, 32),), lambda model, x: model(x).square().mean()
+    plain, _ = graph_and_inputs(*workload, "joint")
     free = search.run(plain, Options(disable=("fuse", "products")))
     use_kernels(monkeypatch)
-    planned, inputs = graph_and_inputs(*made, "joint")
+    planned, inputs = graph_and_inputs(*workload, "joint")
     result = search.run(planned, Options(numerics="fast", disable=("products",), memory_budget=budget), deep=True)
     titles = [getattr(node.target, "title", "") for node in operators(result.graph.graph)]
     assert any("cat" in title for title in titles)

@@ -24,8 +24,8 @@ SCATTERED = {
 def test_a_result_over_an_expanded_base_is_dense(name: str) -> None:
     graph = traced(SCATTERED[name], COLUMN, ROW)
     correct(graph.graph)
-    (made,) = (node for node in operators(graph.graph) if "scatter" in str(node.target))
-    ((_, noted),) = tensors_of(made)
+    (scatter,) = (node for node in operators(graph.graph) if "scatter" in str(node.target))
+    ((_, noted),) = tensors_of(scatter)
     real: Tensor = SCATTERED[name](COLUMN, ROW)
     assert (noted.shape, noted.stride()) == (real.shape, real.stride())
     assert run_real(graph, [COLUMN, ROW])[0][0].tolist() == real.tolist()

@@ -30,21 +30,21 @@ def seed_of(number: int) -> Tensor:
 
 
 def mask(seed: Tensor, size: tuple[int, ...], keep: float) -> Tensor:
-    made: Tensor = counter_mask(seed, size, torch.empty(size, device="meta").stride(), keep)
-    return made
+    kept_elements: Tensor = counter_mask(seed, size, torch.empty(size, device="meta").stride(), keep)
+    return kept_elements
 
 
 def test_philox_gives_the_published_words() -> None:
     """Of Random123's ``kat_vectors``, for key and counter 0."""
-    made = [int(word) for word in philox(torch.tensor(0), torch.tensor(0))]
-    assert made == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    philox_words = [int(word) for word in philox(torch.tensor(0), torch.tensor(0))]
+    assert philox_words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
 @pytest.mark.parametrize("key", [0, 1, (1 << 63) - 1, -1, 0x299F31D0A4093822])
 @pytest.mark.parametrize("number", [0, LOW, 1 << 32, (1 << 34) + 5, (1 << 63) - 1, -1])
 def test_philox_has_64_bits_of_key_and_counter(key: int, number: int) -> None:
-    made = [int(word) for word in philox(torch.tensor(key), torch.tensor(number))]
-    assert made == words(key % (1 << 64), number % (1 << 64))
+    philox_words = [int(word) for word in philox(torch.tensor(key), torch.tensor(number))]
+    assert philox_words == words(key % (1 << 64), number % (1 << 64))
 
 
 @pytest.mark.parametrize("size", [(), (1,), (3,), (4, 5), (2, 3, 7), (64, 129)])
@@ -108,8 +108,8 @@ def test_the_share_that_is_kept_has_mean_and_variance_of_independent_draws(keep:
 
 @pytest.mark.parametrize("distance", [1, 2, 3, 4, 768])
 def test_neighbours_in_a_mask_do_not_depend_on_each_other(distance: int) -> None:
-    made = mask(seed_of(6), (COUNT,), 0.5).double() - 0.5
-    product = (made[distance:] * made[:-distance]).mean() / 0.25
+    centred = mask(seed_of(6), (COUNT,), 0.5).double() - 0.5
+    product = (centred[distance:] * centred[:-distance]).mean() / 0.25
     assert abs(product) < 5 / math.sqrt(COUNT)
 
 

@@ -53,22 +53,22 @@ def geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), strides(tensor), tensor.dtype, tensor.storage_offset()
 
 
-def check(function: Any, given: list[Tensor]) -> None:
+def check(function: Any, arguments: list[Tensor]) -> None:
     """Compare the results that the graph of ``function`` notes with those that it gives."""
-    graph = traced(function, *given)
+    graph = traced(function, *arguments)
     correct(graph.graph)
     noted = next(node for node in graph.graph.nodes if node.op == "output").args[0]
-    real = function(*given)
+    real = function(*arguments)
     results = real if isinstance(real, tuple) else (real,)
     foretold = [geometry(node.meta["val"]) for node in noted]
-    assert foretold == [geometry(result) for result in results], [(x.shape, x.stride(), x.dtype) for x in given]
+    assert foretold == [geometry(result) for result in results], [(x.shape, x.stride(), x.dtype) for x in arguments]
     assert operators(graph.graph)
 
 
 @pytest.mark.parametrize(("op", "count", "rest"), CASES, ids=str)
 def test_results_have_the_geometry_that_the_kernel_gives_them(op: Any, count: int, rest: tuple[Any, ...]) -> None:
     for seed in range(60):
-        check(lambda *given: op(*given, *rest), operands(op, count, seed))
+        check(lambda *arguments: op(*arguments, *rest), operands(op, count, seed))
 
 
 def test_gradients_of_log_sigmoid_lie_like_the_gradient_read() -> None:

@@ -103,8 +103,8 @@ def test_fast_groups_hold_sums_along_rows(graph: TrainGraph) -> None:
 
 def fused(graph: TrainGraph, numerics: Any) -> FusedKernel:
     fuse.apply(graph, fuse.decide(graph, Options(numerics=numerics)))
-    (found,) = [node.target for node in operators(graph.graph) if isinstance(node.target, FusedKernel)]
-    return found
+    (group,) = [node.target for node in operators(graph.graph) if isinstance(node.target, FusedKernel)]
+    return group
 
 
 def test_the_result_may_lie_over_an_operand_that_is_read_element_by_element(graph: TrainGraph) -> None:
@@ -138,9 +138,9 @@ def test_operands_of_other_devices_and_dtypes_stay_outside() -> None:
         return (x * 2 + wide) * 3
 
     with FakeTensorMode():
-        given = torch.empty(4, 64, device="cuda"), torch.empty(4, 64, device="cuda", dtype=torch.float64)
+        operands = torch.empty(4, 64, device="cuda"), torch.empty(4, 64, device="cuda", dtype=torch.float64)
     with torch.no_grad():
-        graph = traced(function, *given)
+        graph = traced(function, *operands)
     assert fuse.decide(graph, Options()).groups == ()
     with pytest.raises(PlanError, match="another device or dtype"):
         fuse.apply(graph, Decision((("mul", "add"),)))
@@ -295,11 +295,11 @@ def test_programs_with_several_results_of_a_group_keep_all_bits(
 ) -> None:
     """The groups of a GPU in a program for a CPU, where their operators run one by one."""
     torch.manual_seed(0)
-    made = Gated(), (torch.randn(16, 64, 32),), lambda model, x: model(x).square().mean()
-    plain, _ = graph_and_inputs(*made, route)
+    workload = Gated(), (torch.randn(16, 64, 32),), lambda model, x: model(x).square().mean()
+    plain, _ = graph_and_inputs(*workload, route)
     free = search.run(plain, Options(disable=("fuse", "products")))
     use_kernels(monkeypatch)
-    graph, inputs = graph_and_inputs(*made, route)
+    graph, inputs = graph_and_inputs(*workload, route)
     options = Options(numerics=numerics, disable=("products",), memory_budget=budget)
     planned = search.run(graph, options, deep=True)
     groups = [node.target for node in operators(planned.graph.graph) if isinstance(node.target, FusedKernel)]
@@ -310,13 +310,13 @@ def test_programs_with_several_results_of_a_group_keep_all_bits(
         torch.manual_seed(2)
         results.append([*run_program(one, used), *used])
     assert_same(*results, route)
-    again = search.run(graph_and_inputs(*made, route)[0], options, Plan.from_json(planned.plan.to_json()))
+    again = search.run(graph_and_inputs(*workload, route)[0], options, Plan.from_json(planned.plan.to_json()))
     assert again.plan.decisions == planned.plan.decisions
 
 
-def print_alone(function: Any, *given: Tensor) -> str:
+def print_alone(function: Any, *operands: Tensor) -> str:
     """Why the last operator of a function does not print; "" if it does."""
-    body = make_fx(function, tracing_mode="fake")(*given).graph
+    body = make_fx(function, tracing_mode="fake")(*operands).graph
     members = [node for node in body.nodes if node.op == "call_function" and not ops.is_view(node.target)]
     frame = FusedKernel.frame(members[-1])
     assert frame is not None
@@ -347,8 +347,8 @@ def test_weights_of_classes_that_a_group_makes_stay_outside() -> None:
     def function(grad: Tensor, scores: Tensor, labels: Tensor, weight: Tensor, total: Tensor) -> Tensor:
         return aten.nll_loss_backward(grad, scores, labels, weight * 2, 1, -100, total)
 
-    given = torch.ones(()), torch.ones(6, 6), torch.ones(6, dtype=torch.int64), torch.ones(6), torch.ones(())
-    assert "at places that it finds itself" in print_alone(function, *given)
+    operands = torch.ones(()), torch.ones(6, 6), torch.ones(6, dtype=torch.int64), torch.ones(6), torch.ones(())
+    assert "at places that it finds itself" in print_alone(function, *operands)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -361,8 +361,8 @@ def test_powers_of_16_bits_that_aten_rounds_twice_are_not_exact(dtype: torch.dty
 
 def test_columns_far_apart_have_offsets_of_64_bits() -> None:
     with torch.device("meta"):
-        given = torch.empty(1 << 14, 1 << 18).t()
-        body = make_fx(lambda x: x - x.sum(-1, keepdim=True), tracing_mode="fake")(given).graph
+        operand = torch.empty(1 << 14, 1 << 18).t()
+        body = make_fx(lambda x: x - x.sum(-1, keepdim=True), tracing_mode="fake")(operand).graph
     frame = FusedKernel.frame(blocks.last_member(body))
     assert frame is not None
     source = kernel_text("kernel", body, frame).source
@@ -390,18 +390,18 @@ def test_a_launch_is_on_the_device_of_its_result(monkeypatch: pytest.MonkeyPatch
 
     def launched(*args: Tensor, **options: Any) -> None:
         assert devices == [out]
-        assert args == (given, out)
+        assert args == (operand, out)
         assert options == {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
 
-    given, out = torch.ones(4, 8), torch.empty(4, 8)
+    operand, out = torch.ones(4, 8), torch.empty(4, 8)
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(launch, "jit_function", lambda text: {(text.programs,): launched})
-    body = make_fx(lambda x: x * 2, tracing_mode="fake")(given).graph
+    body = make_fx(lambda x: x * 2, tracing_mode="fake")(operand).graph
     frame = FusedKernel.frame(blocks.last_member(body))
     assert frame is not None
     run_kernel = launch.launcher(kernel_text("kernel", body, frame))
     assert run_kernel is not None
-    run_kernel(given, out=out)
+    run_kernel(operand, out=out)
 
 
 # -- where kernels do not run -----------------------------------------------------------------------------------------
@@ -409,12 +409,12 @@ def test_a_launch_is_on_the_device_of_its_result(monkeypatch: pytest.MonkeyPatch
 
 def on_cpu() -> tuple[FusedKernel, list[Tensor], Tensor]:
     """A group with its kernel, operands on a CPU, and what its operators give."""
-    given = [torch.randn(4, 32), torch.randn(32)]
-    body = make_fx(lambda x, y: (x * 2 + y).neg(), tracing_mode="fake")(*given).graph
+    operands = [torch.randn(4, 32), torch.randn(32)]
+    body = make_fx(lambda x, y: (x * 2 + y).neg(), tracing_mode="fake")(*operands).graph
     members = [node for node in body.nodes if node.op == "call_function"]
     assert not any(unfit(node, FusedKernel.frame(members[-1]), members) for node in members)
     group, _ = group_of(blocks.last_member(body), members, FusedKernel)
-    return group, given, -(given[0] * 2 + given[1])
+    return group, operands, -(operands[0] * 2 + operands[1])
 
 
 def test_without_triton_operators_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,10 +422,10 @@ def test_without_triton_operators_run_one_by_one(monkeypatch: pytest.MonkeyPatch
         raise ImportError("No module named 'triton'")
 
     monkeypatch.setattr(launch, "jit_function", missing)
-    group, given, want = on_cpu()
+    group, operands, want = on_cpu()
     out = torch.empty(4, 32)
     with pytest.warns(RuntimeWarning, match="Triton is not installed"):
-        group.write(*given, out=out)
+        group.write(*operands, out=out)
     assert torch.equal(out, want)
 
 
@@ -440,10 +440,10 @@ def test_a_kernel_that_fails_or_is_wrong_is_given_up(
         out.fill_(7)
 
     monkeypatch.setattr(fused_kernel, "launcher", lambda text: broken)
-    group, given, want = on_cpu()
-    out = given[0] if over else torch.empty(4, 32)
+    group, operands, want = on_cpu()
+    out = operands[0] if over else torch.empty(4, 32)
     with pytest.warns(RuntimeWarning, match="operators run one by one"):
-        group.write(*given, out=out)
+        group.write(*operands, out=out)
     assert torch.equal(out, want)
     again = torch.empty(4, 32)
     group.write(*([torch.ones(4, 32), torch.zeros(32)]), out=again)

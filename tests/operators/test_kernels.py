@@ -79,9 +79,9 @@ def place(like: Tensor) -> tuple[Tensor, Tensor]:
     """A tensor with the geometry of ``like`` in the middle of a block of rubbish, and the block."""
     size = like.untyped_storage().nbytes()
     block = torch.full((GUARD + size + GUARD,), 0xA5, dtype=torch.uint8)
-    made = torch.empty(0, dtype=like.dtype)
+    placed = torch.empty(0, dtype=like.dtype)
     offset = GUARD // like.itemsize
-    return made.set_(block.untyped_storage(), offset, like.shape, like.stride()), block
+    return placed.set_(block.untyped_storage(), offset, like.shape, like.stride()), block
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -57,8 +57,8 @@ JOINED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 
 def made(name: str) -> FusedKernel:
-    function, given = ALONE[name][:2] if name in ALONE else JOINED[name]
-    return group_of(function, *given)
+    function, operands = ALONE[name][:2] if name in ALONE else JOINED[name]
+    return group_of(function, *operands)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -74,8 +74,8 @@ def test_kernels_without_sums_have_several_shapes_that_the_judge_passes(name: st
 
 @pytest.mark.parametrize("name", ["dropout", "dropout moved"])
 def test_masks_by_a_seed_are_the_same_in_all_shapes(name: str) -> None:
-    function, given = GROUPS[name]
-    group = group_of(function, *given)
+    function, operands = GROUPS[name]
+    group = group_of(function, *operands)
     assert len(group.shapes) > 1
     for shape in group.shapes:
         group.launch_in(shape)
@@ -137,11 +137,11 @@ def test_groups_have_one_key_if_names_alone_differ() -> None:
         twice = one * 2
         return (twice + other).neg()
 
-    given = (on_gpu((40, 400)),) * 2
-    assert made("flat").key == group_of(renamed, *given).key
-    assert made("flat").key != group_of(lambda x, y: (x * 3 + y).neg(), *given).key
+    operands = (on_gpu((40, 400)),) * 2
+    assert made("flat").key == group_of(renamed, *operands).key
+    assert made("flat").key != group_of(lambda x, y: (x * 3 + y).neg(), *operands).key
     assert made("flat").key != group_of(lambda x, y: (x * 2 + y).neg(), *(on_gpu((400, 40)),) * 2).key
-    assert made("flat").key != group_of(lambda x, y: (x * 2 + y).abs(), *given).key
+    assert made("flat").key != group_of(lambda x, y: (x * 2 + y).abs(), *operands).key
 
 
 def test_kernels_that_differ_in_names_alone_are_one_function_to_compile() -> None:

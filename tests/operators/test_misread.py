@@ -144,5 +144,5 @@ def test_heads_of_width_one_are_attended_to_as_they_lie() -> None:
     assert not correct(graph.graph)
     number(graph.graph)
     verify.check_graph(graph, "capture")
-    (found,), _ = run_real(graph, [far])
-    assert torch.equal(found, attention(heads.contiguous()))
+    (result,), _ = run_real(graph, [far])
+    assert torch.equal(result, attention(heads.contiguous()))

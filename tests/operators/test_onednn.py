@@ -31,10 +31,10 @@ def placed(values: Tensor, dice: random.Random) -> Tensor:
     start, more = dice.choice((0, 1, 7, 16)), 2 if kind == "apart" else 1
     block = torch.full((start + more * values.numel(),), torch.nan)[start:]
     if kind == "columns":
-        found = block.view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+        view = block.view(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
     else:
-        found = block.view(*shape[:-1], more * shape[-1])[..., ::more]
-    return found.copy_(values)
+        view = block.view(*shape[:-1], more * shape[-1])[..., ::more]
+    return view.copy_(values)
 
 
 def factors(seed: int, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
@@ -46,28 +46,28 @@ def factors(seed: int, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
     return placed(first, dice), placed(second, dice)
 
 
-def assert_near(found: Tensor, wanted: Tensor, terms: Tensor) -> None:
+def assert_near(sums: Tensor, wanted: Tensor, terms: Tensor) -> None:
     """Each sum errs by at most a few roundings for every doubling of the number of its terms."""
     limit = 8 * torch.finfo(torch.float32).eps * terms
-    assert ((found.double() - wanted).abs() <= limit).all()
+    assert ((sums.double() - wanted).abs() <= limit).all()
 
 
 @needs_onednn
 @pytest.mark.parametrize("seed", range(60))
 def test_products_of_any_geometry(seed: int) -> None:
     first, second = factors(seed)
-    made = ONEDNN[aten.mm.default](first, second)
-    assert_near(made, first.double() @ second.double(), first.abs().double() @ second.abs().double())
-    assert made.stride() == torch.mm(first, second).stride()
+    product = ONEDNN[aten.mm.default](first, second)
+    assert_near(product, first.double() @ second.double(), first.abs().double() @ second.abs().double())
+    assert product.stride() == torch.mm(first, second).stride()
 
 
 @needs_onednn
 @pytest.mark.parametrize("seed", range(20))
 def test_products_of_batches(seed: int) -> None:
     first, second = factors(seed, (random.Random(seed).choice((1, 2, 5)),))
-    made = ONEDNN[aten.bmm.default](first, second)
-    assert_near(made, first.double() @ second.double(), first.abs().double() @ second.abs().double())
-    assert made.stride() == torch.bmm(first, second).stride()
+    product = ONEDNN[aten.bmm.default](first, second)
+    assert_near(product, first.double() @ second.double(), first.abs().double() @ second.abs().double())
+    assert product.stride() == torch.bmm(first, second).stride()
 
 
 @needs_onednn
@@ -78,9 +78,9 @@ def test_products_with_an_addend(seed: int, addend: str) -> None:
     rows, columns = first.shape[0], second.shape[1]
     shape = {"bias": (columns,), "matrix": (rows, columns), "column": (rows, 1), "number": ()}[addend]
     added = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    made = ONEDNN[aten.addmm.default](added, first, second)
+    sums = ONEDNN[aten.addmm.default](added, first, second)
     wanted = added.double() + first.double() @ second.double()
-    assert_near(made, wanted, added.abs().double() + first.abs().double() @ second.abs().double())
+    assert_near(sums, wanted, added.abs().double() + first.abs().double() @ second.abs().double())
 
 
 @needs_onednn
@@ -88,14 +88,14 @@ def test_products_with_an_addend(seed: int, addend: str) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_the_bits_do_not_depend_on_where_results_and_arguments_lie(original: torch._ops.OpOverload, seed: int) -> None:
     first, second = factors(seed, (3,) if original is aten.bmm.default else ())
-    given = (first, second)
+    arguments = (first, second)
     if original is aten.addmm.default:
-        given = (torch.randn(second.shape[-1]), *given)
+        arguments = (torch.randn(second.shape[-1]), *arguments)
     operator = ONEDNN[original]
-    wanted = operator(*given)
+    wanted = operator(*arguments)
     for start in (0, 1, 16):
         moved = []
-        for tensor in given:
+        for tensor in arguments:
             block = torch.empty(start + tensor.untyped_storage().nbytes() // 4)[start:]
             moved.append(block.as_strided(tensor.shape, tensor.stride()).copy_(tensor))
         block = torch.full((start + wanted.numel(),), torch.nan)

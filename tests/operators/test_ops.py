@@ -118,10 +118,10 @@ def test_attention_draws_if_it_drops(target: Any, args: tuple[Any, ...], kwargs:
     ids=str,
 )
 def test_plain_operator_has_no_effect_and_may_run_again(target: Any) -> None:
-    found = rule(target)
+    op_rule = rule(target)
     free = ("overwrites", "rounds_once", "strides", "unit_stride", "rowwise", "cost")
-    assert found == OpRule(**{name: getattr(found, name) for name in free})
-    assert found.recomputable
+    assert op_rule == OpRule(**{name: getattr(op_rule, name) for name in free})
+    assert op_rule.recomputable
     assert not ops.has_effect(target)
 
 
@@ -174,9 +174,9 @@ def test_every_row_names_an_operator_that_exists() -> None:
 
 def test_collectives_keep_their_order_and_are_not_recomputed() -> None:
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"):
-        found = rule(getattr(torch.ops._c10d_functional, name).default)
-        assert found.collective, name
-        assert not found.recomputable, name
+        op_rule = rule(getattr(torch.ops._c10d_functional, name).default)
+        assert op_rule.collective, name
+        assert not op_rule.recomputable, name
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,8 @@ class Checked:
             return  # gradients are no whole numbers
         if not all(is_plain(tensor) for tensor in tensors(expected)):
             return
-        given = {storage_key(tensor) for tensor in tensors((args, kwargs))}
-        births = {storage_key(tensor) for tensor in tensors(expected)} - given
+        argument_keys = {storage_key(tensor) for tensor in tensors((args, kwargs))}
+        births = {storage_key(tensor) for tensor in tensors(expected)} - argument_keys
         if not births and ops.is_view(target):
             return
         node = node_of(target, call, tuple(expected) if len(expected) != 1 else expected[0])
@@ -262,19 +262,19 @@ def shown(call: Call) -> str:
 
 
 def checked(*all_calls: Calls) -> Checked:
-    found = Checked()
+    outcome = Checked()
     with torch.no_grad():
         for calls in all_calls:
             for target, some in calls.items():
                 for call in some:
-                    found.check(target, call)
-    return found
+                    outcome.check(target, call)
+    return outcome
 
 
 def of_kernels(dtypes: Iterable[torch.dtype]) -> Calls:
     """The calls that our own kernels are tested with."""
     torch.manual_seed(0)
-    wanted = [(target, made) for target, made in CASES.items() if isinstance(target, compat.OpOverload)]
+    wanted = [(target, case) for target, case in CASES.items() if isinstance(target, compat.OpOverload)]
     return {t: [call for dtype in dtypes if dtype in served for call in make(dtype)] for t, (served, make) in wanted}
 
 
@@ -283,8 +283,8 @@ def with_forms() -> set[Any]:
     wanted = set()
     for target in aten_overloads():
         count = len(target._schema.returns)
-        made = torch.empty(2) if count == 1 else tuple(torch.empty(2) for _ in range(count))
-        node = node_of(target, ((torch.empty(2, 2),), {}), made)
+        results = torch.empty(2) if count == 1 else tuple(torch.empty(2) for _ in range(count))
+        node = node_of(target, ((torch.empty(2, 2),), {}), results)
         if form_of(node, count).kind in (FormKind.OUT, FormKind.KERNEL):
             wanted.add(target)
     return wanted
@@ -298,19 +298,19 @@ QUICK = ("linalg.qr", "linalg.svd", "linalg.lstsq", "nn.functional.huber_loss", 
 
 
 def test_operators_give_the_same_bits_in_one_storage() -> None:
-    found = checked(recorded((torch.float32, torch.complex64), 4, QUICK.__contains__))
-    assert found.faults == {}
-    assert len(found.forms[FormKind.OUT]) > 30
-    assert len(found.reuse) > 20
+    outcome = checked(recorded((torch.float32, torch.complex64), 4, QUICK.__contains__))
+    assert outcome.faults == {}
+    assert len(outcome.forms[FormKind.OUT]) > 30
+    assert len(outcome.reuse) > 20
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_every_form_of_every_operator_gives_the_same_bits_in_one_storage() -> None:
-    found = checked(recorded(DTYPES, 30), of_kernels(DTYPES), by_hand(), broadcast(DTYPES))
-    reached = {*found.forms[FormKind.OUT], *found.forms[FormKind.KERNEL]}
-    print({kind.value: (len(made), made.total()) for kind, made in found.forms.items()}, found.reuse.total())
-    assert found.faults == {}
+    outcome = checked(recorded(DTYPES, 30), of_kernels(DTYPES), by_hand(), broadcast(DTYPES))
+    reached = {*outcome.forms[FormKind.OUT], *outcome.forms[FormKind.KERNEL]}
+    print({kind.value: (len(counts), counts.total()) for kind, counts in outcome.forms.items()}, outcome.reuse.total())
+    assert outcome.faults == {}
     assert sorted(map(str, with_forms() - reached - UNREACHED)) == []
 
 
@@ -326,12 +326,12 @@ LOSSES = (aten.binary_cross_entropy, aten.huber_loss, aten.mse_loss, aten.smooth
 @pytest.mark.parametrize("reduction", [1, 2])
 @pytest.mark.parametrize("loss", [packet.default for packet in LOSSES], ids=str)
 def test_a_reduced_loss_writes_its_one_number_only(loss: Any, reduction: int) -> None:
-    given = torch.rand(5), torch.rand(5)
-    found = Checked()
-    found.check(
-        loss, ((*given, None, reduction) if loss is aten.binary_cross_entropy.default else (*given, reduction), {})
+    inputs = torch.rand(5), torch.rand(5)
+    outcome = Checked()
+    outcome.check(
+        loss, ((*inputs, None, reduction) if loss is aten.binary_cross_entropy.default else (*inputs, reduction), {})
     )
-    assert found.faults == {}
+    assert outcome.faults == {}
 
 
 def test_complex_numbers_are_not_written_over() -> None:
@@ -349,9 +349,9 @@ def test_what_is_read_through_another_argument_is_not_written_over() -> None:
         for number, tensor in enumerate(tensors):
             arguments.append(graph.placeholder(f"x{number}"))
             arguments[-1].meta["val"] = tensor
-        made = graph.call_function(target, tuple(arguments))
-        made.meta["val"] = torch.empty(4, 4)
-        return made
+        call = graph.call_function(target, tuple(arguments))
+        call.meta["val"] = torch.empty(4, 4)
+        return call
 
     x, y, z = torch.empty(4, 4), torch.empty(4, 4), torch.empty(4, 4)
     assert ops.may_overwrite(node(aten.addmm.default, x, y, z), addresses_of) == (0,)

@@ -65,8 +65,8 @@ def test_out_overload_is_the_one_with_the_same_arguments(
     "target", [aten.native_layer_norm_backward.default, aten.add_.Tensor, aten.view.default], ids=str
 )
 def test_out_overload_found_has_one_keyword_per_result(target: Any) -> None:
-    found = out_overload(target)
-    assert found is None or len(found[1]) == len(target._schema.returns)
+    variant = out_overload(target)
+    assert variant is None or len(variant[1]) == len(target._schema.returns)
 
 
 def forms(function: Any, *inputs: Tensor) -> dict[str, Form]:
@@ -75,21 +75,21 @@ def forms(function: Any, *inputs: Tensor) -> dict[str, Form]:
 
 
 def test_operator_with_a_kernel_of_its_own_for_out_uses_it() -> None:
-    found = forms(lambda x: F.gelu(x @ x + x).sum(1), X)
-    assert [form.kind for form in found.values()] == [FormKind.OUT] * 4
-    assert found["mm"] == Form(FormKind.OUT, aten.mm.out, ("out",))
-    assert found["add"].overload is aten.add.out
-    assert found["sum_1"] == Form(FormKind.OUT, aten.sum.IntList_out, ("out",))
+    node_forms = forms(lambda x: F.gelu(x @ x + x).sum(1), X)
+    assert [form.kind for form in node_forms.values()] == [FormKind.OUT] * 4
+    assert node_forms["mm"] == Form(FormKind.OUT, aten.mm.out, ("out",))
+    assert node_forms["add"].overload is aten.add.out
+    assert node_forms["sum_1"] == Form(FormKind.OUT, aten.sum.IntList_out, ("out",))
 
 
 def test_several_results_go_to_several_keywords() -> None:
-    found = forms(lambda x: x.topk(2), X)
-    assert found["topk"] == Form(FormKind.OUT, aten.topk.values, ("values", "indices"))
+    node_forms = forms(lambda x: x.topk(2), X)
+    assert node_forms["topk"] == Form(FormKind.OUT, aten.topk.values, ("values", "indices"))
 
 
 def test_fourier_transforms_would_copy_a_result_of_their_own() -> None:
-    found = forms(lambda x: torch.fft.irfft(torch.fft.rfft(x), n=4), X)
-    assert found["_fft_r2c"] == found["_fft_c2r"] == ALLOCATE
+    node_forms = forms(lambda x: torch.fft.irfft(torch.fft.rfft(x), n=4), X)
+    assert node_forms["_fft_r2c"] == node_forms["_fft_c2r"] == ALLOCATE
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_fourier_transforms_would_copy_a_result_of_their_own() -> None:
     ],
 )
 def test_out_overload_that_torch_generates_counts_as_allocating(function: Any, name: str) -> None:
-    found = [form for node, form in forms(function, X).items() if node.startswith(name)]
-    assert found == [ALLOCATE]
+    node_forms = [form for node, form in forms(function, X).items() if node.startswith(name)]
+    assert node_forms == [ALLOCATE]
 
 
 @pytest.mark.parametrize("function", [lambda x: x.add_(1), lambda x: x.zero_(), lambda x: x.copy_(x.t()), F.relu_])
@@ -111,8 +111,8 @@ def test_write_in_place_makes_nothing(function: Any) -> None:
 
 
 def test_kernel_of_ours_goes_before_an_overload() -> None:
-    found = forms(lambda x: (x.clone(), torch.zeros_like(x), x.sum(), torch.stack([x, x])), X)
-    assert [form.kind for form in found.values()] == [FormKind.KERNEL] * 4
+    node_forms = forms(lambda x: (x.clone(), torch.zeros_like(x), x.sum(), torch.stack([x, x])), X)
+    assert [form.kind for form in node_forms.values()] == [FormKind.KERNEL] * 4
     assert out_overload(aten.stack.default) is not None  # there is one, and it is not used
 
 
@@ -121,15 +121,15 @@ def test_kernel_is_used_only_on_the_devices_it_serves() -> None:
         drop = aten.native_dropout.default
         return drop(x.clone(), 0.5, True)[0], drop(torch.zeros(4, 4, device="cuda"), 0.5, True)[0]
 
-    found = forms(function, X)
-    assert found["clone"].kind is found["native_dropout"].kind is FormKind.KERNEL
-    assert found["native_dropout_1"].kind is FormKind.ALLOCATE
+    node_forms = forms(function, X)
+    assert node_forms["clone"].kind is node_forms["native_dropout"].kind is FormKind.KERNEL
+    assert node_forms["native_dropout_1"].kind is FormKind.ALLOCATE
 
 
 def test_result_that_shares_a_storage_allocates() -> None:
     # A list of two views of one new storage, as unsafe_split gives when a backend runs it.
-    found = forms(lambda x: aten.split_with_sizes_copy.default(x, [1, 3]), X)
-    assert found["split_with_sizes_copy"].kind is FormKind.ALLOCATE
+    node_forms = forms(lambda x: aten.split_with_sizes_copy.default(x, [1, 3]), X)
+    assert node_forms["split_with_sizes_copy"].kind is FormKind.ALLOCATE
 
 
 def node_with(target: Any, value: Any) -> fx.Node:
@@ -148,8 +148,8 @@ def test_fewer_births_than_tensors_allocate() -> None:
 
 
 def test_list_of_results_allocates() -> None:
-    found = node_with(aten._foreach_add.Scalar, [torch.empty(2), torch.empty(2)])
-    assert form_of(found, 2) == ALLOCATE
+    node = node_with(aten._foreach_add.Scalar, [torch.empty(2), torch.empty(2)])
+    assert form_of(node, 2) == ALLOCATE
 
 
 def test_target_that_is_no_operator_allocates() -> None:

@@ -23,14 +23,14 @@ NUMBERS = {"number": 2, "Scalar": 2, "float": 0.5, "int": 1, "bool": False, "Sym
 
 def all_overwriting() -> list[Any]:
     """Every operator that the table lets write over an argument, and that writes into given memory on a CPU."""
-    found = []
+    targets = []
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         packet = getattr(getattr(torch.ops, namespace), name, None) if namespace in ("aten", NAMESPACE) else None
         target = getattr(packet, schema.overload_name or "default", None)
         if target is not None and ops.rule(target).overwrites and not ops.rule(target).mutates and writes_to(target):
-            found.append(target)
-    return sorted(set(found), key=str)
+            targets.append(target)
+    return sorted(set(targets), key=str)
 
 
 def writes_to(target: Any, device: str = "cpu") -> bool:
@@ -86,30 +86,30 @@ def calls_of(target: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         if target in SPECIAL:
             if dtype.is_floating_point:
                 matrices = [*(x for x in odd(dtype) if x.dim() == 2 and x.numel()), torch.randn(3, 130).to(dtype)]
-                yield from (made for x in matrices for made in SPECIAL[target](x))
+                yield from (special_call for x in matrices for special_call in SPECIAL[target](x))
         elif target in CASES and dtype in CASES[target][0]:
             yield from CASES[target][1](dtype)
         else:
             dense = (x for x in odd(dtype) if 0 not in x.stride())
-            yield from (call(*made) for x in dense if (made := pointwise_arguments(target, x)) is not None)
+            yield from (call(*arguments) for x in dense if (arguments := pointwise_arguments(target, x)) is not None)
 
 
 def pointwise_arguments(target: Any, like: Tensor) -> list[Any] | None:
     """Tensors with the geometry of ``like``; a number wherever the schema wants one."""
-    made: list[Any] = []
+    values: list[Any] = []
     for argument in target._schema.arguments:
         if argument.kwarg_only:
             continue
         kind = str(argument.type)
         if kind in ("Tensor", "Optional[Tensor]"):
-            made.append(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(values_like(like)))
+            values.append(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(values_like(like)))
         elif argument.has_default_value():
-            made.append(argument.default_value)
+            values.append(argument.default_value)
         elif kind in NUMBERS:
-            made.append(NUMBERS[kind])
+            values.append(NUMBERS[kind])
         else:
             return None
-    return made
+    return values
 
 
 def values_like(like: Tensor) -> Tensor:
@@ -191,15 +191,15 @@ def test_result_over_an_argument_has_the_same_bits_on_cuda(target: Any) -> None:
 def check_calls(target: Any, device: str) -> int:
     """Check every call that there is for an operator; how many results were written over an argument."""
     checked = 0
-    for given, kwargs in calls_of(target):
-        args = duplicate(given, device)
+    for originals, kwargs in calls_of(target):
+        args = duplicate(originals, device)
         expected = beside(target, args, kwargs)
         for position in ops.rule(target).overwrites:
             if expected is None or position >= len(args) or not is_like(expected, args[position]):
                 continue
             checked += 1
-            found = overwritten(target, args, kwargs, position)
-            same = torch.equal(bits(found), bits(expected))
+            result = overwritten(target, args, kwargs, position)
+            same = torch.equal(bits(result), bits(expected))
             assert same or target in LEAVES_AS_IT_IS, f"{target} over argument {position} of {args[position].shape}"
     return checked
 

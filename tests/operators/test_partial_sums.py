@@ -50,19 +50,19 @@ def graph() -> TrainGraph:
 
 def groups(graph: TrainGraph) -> dict[str, Any]:
     """Names of the operators of each group to its node."""
-    found = {node.target.title: node for node in operators(graph.graph) if isinstance(node.target, FusedKernel)}
-    return {title.removeprefix("fused(").removesuffix(")"): node for title, node in found.items()}
+    nodes = {node.target.title: node for node in operators(graph.graph) if isinstance(node.target, FusedKernel)}
+    return {title.removeprefix("fused(").removesuffix(")"): node for title, node in nodes.items()}
 
 
 def test_norms_and_gradients_of_biases_join_what_stands_around_them() -> None:
-    made = graph()
-    before, kept = value_flow.read(made, Numbers(), "capture"), verify.constraints(made)
-    highest = int(live_bytes(build_memory(made)).max())
-    made = fuse.apply(made, fuse.decide(made, FAST))
-    verify.check_graph(made, "fuse", kept, deep=True)
-    value_flow.check(made, before, "fuse", fast=True)
-    assert int(live_bytes(build_memory(made)).max()) <= highest
-    assert list(groups(made)) == [
+    layer_graph = graph()
+    before, kept = value_flow.read(layer_graph, Numbers(), "capture"), verify.constraints(layer_graph)
+    highest = int(live_bytes(build_memory(layer_graph)).max())
+    layer_graph = fuse.apply(layer_graph, fuse.decide(layer_graph, FAST))
+    verify.check_graph(layer_graph, "fuse", kept, deep=True)
+    value_flow.check(layer_graph, before, "fuse", fast=True)
+    assert int(live_bytes(build_memory(layer_graph)).max()) <= highest
+    assert list(groups(layer_graph)) == [
         "mul.Tensor, add.Tensor, native_layer_norm",
         "add.Tensor, mul.Tensor",
         "gelu_backward, sum.dim_IntList",
@@ -78,34 +78,34 @@ def test_casts_that_name_their_device_are_members() -> None:
         return aten._to_copy(wide * 3, dtype=x.dtype, layout=torch.strided, device=x.device)
 
     with torch.no_grad():
-        made = traced(function, *on_gpu((8, 16, 64)))
-    (group,) = groups(fuse.apply(made, fuse.decide(made, Options()))).values()
+        cast_graph = traced(function, *on_gpu((8, 16, 64)))
+    (group,) = groups(fuse.apply(cast_graph, fuse.decide(cast_graph, Options()))).values()
     assert len(group.target.members) == 4
     check_group(group.target, 1)
 
 
 def test_exact_groups_have_no_sums() -> None:
-    made = graph()
-    titles = groups(fuse.apply(made, fuse.decide(made, Options())))
+    layer_graph = graph()
+    titles = groups(fuse.apply(layer_graph, fuse.decide(layer_graph, Options())))
     assert not any("norm" in title or "sum" in title for title in titles)
 
 
 def test_partial_sums_are_workspace_and_their_end_is_a_launch() -> None:
-    made = graph()
-    made = fuse.apply(made, fuse.decide(made, FAST))
-    sums = groups(made)["native_layer_norm_backward, add.Tensor, sum.dim_IntList"]
+    layer_graph = graph()
+    layer_graph = fuse.apply(layer_graph, fuse.decide(layer_graph, FAST))
+    sums = groups(layer_graph)["native_layer_norm_backward, add.Tensor, sum.dim_IntList"]
     assert sums.target.launches == 2
     assert sums.target.rule.overwrites == ()
     parts = -(-1200 // (partial_sums.TOGETHER // 64))
     assert workspace_bytes(sums, 1) == 3 * parts * 64 * 4
-    whole = groups(made)["mul.Tensor, add.Tensor, native_layer_norm"]
+    whole = groups(layer_graph)["mul.Tensor, add.Tensor, native_layer_norm"]
     assert (whole.target.launches, workspace_bytes(whole, 1)) == (1, 0)
 
 
 def test_what_a_kernel_without_sums_takes_is_known_before_it_is_printed() -> None:
-    made = graph()
-    found = groups(fuse.apply(made, fuse.decide(made, FAST)))
-    node = found["mul.Tensor, add.Tensor, native_layer_norm"]
+    layer_graph = graph()
+    nodes = groups(fuse.apply(layer_graph, fuse.decide(layer_graph, FAST)))
+    node = nodes["mul.Tensor, add.Tensor, native_layer_norm"]
     assert seconds(node, load_profile("cuda")) > 0
     assert workspace_bytes(node, 1) == 0
     assert "text" not in node.target.__dict__
@@ -113,10 +113,10 @@ def test_what_a_kernel_without_sums_takes_is_known_before_it_is_printed() -> Non
 
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 1 << 14, (1 << 14) + 1, 10**6])
 def test_programs_take_all_rows_and_there_are_no_more_than_so_many(rows: int) -> None:
-    found = partial_sums.partial_sums("kernel", fused_kernel.Matrix(rows, 64), 64, [0])
-    assert found.parts <= partial_sums.PARTS
-    assert found.chunk % 64 == 0
-    assert (found.parts - 1) * found.chunk < rows <= found.parts * found.chunk
+    partials = partial_sums.partial_sums("kernel", fused_kernel.Matrix(rows, 64), 64, [0])
+    assert partials.parts <= partial_sums.PARTS
+    assert partials.chunk % 64 == 0
+    assert (partials.parts - 1) * partials.chunk < rows <= partials.parts * partials.chunk
 
 
 def two_dims(x: Tensor, w: Tensor) -> Tensor:
@@ -157,11 +157,11 @@ def test_programs_have_the_bits_of_the_operators(
 ) -> None:
     """The groups of a GPU in a program for a CPU, where their operators run one by one."""
     torch.manual_seed(0)
-    made = Layers(), (torch.randn(16, 64, 32),), lambda model, x: model(x).square().mean()
-    plain, _ = graph_and_inputs(*made, route)
+    workload = Layers(), (torch.randn(16, 64, 32),), lambda model, x: model(x).square().mean()
+    plain, _ = graph_and_inputs(*workload, route)
     free = search.run(plain, Options(disable=("fuse", "products")))
     use_kernels(monkeypatch)
-    planned, inputs = graph_and_inputs(*made, route)
+    planned, inputs = graph_and_inputs(*workload, route)
     result = search.run(planned, Options(numerics="fast", disable=("products",), memory_budget=budget), deep=True)
     titles = groups(result.graph)
     assert any("native_layer_norm_backward" in title for title in titles)

@@ -61,12 +61,12 @@ def test_results_lie_as_the_kernel_lays_them(op: Any) -> None:
         second = first if rng.random() < 0.7 else rng.choice((*FLOATS, torch.bool))
         if op in ONE_DTYPE:
             second = first
-        given = operand(rng, shape, first), operand(rng, shape, second)
-        graph = traced(lambda x, y: op(x, y, *OPERATORS[op]), *given)
+        arguments = operand(rng, shape, first), operand(rng, shape, second)
+        graph = traced(lambda x, y: op(x, y, *OPERATORS[op]), *arguments)
         (node,) = (node for node in operators(graph.graph) if node.target is op)
         correct(graph.graph)
-        real = op(*given, *OPERATORS[op])
-        assert strides(noted(node)) == strides(real), [(x.shape, x.stride(), x.dtype) for x in given]
+        real = op(*arguments, *OPERATORS[op])
+        assert strides(noted(node)) == strides(real), [(x.shape, x.stride(), x.dtype) for x in arguments]
 
 
 def noted(node: Node) -> Tensor:

@@ -157,20 +157,20 @@ def compared_operators(source: str) -> list[str]:
 
 def bare_names(tree: ast.Module) -> list[str]:
     """The names of operators, without a namespace, in tables and sets of two or more that have nothing else."""
-    found: list[str] = []
+    bare: list[str] = []
     for node in ast.walk(tree):
         keys = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
         names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
         if len(names) > 1 and len(names) == len(keys) and all(name in COSTS and name not in KINDS for name in names):
-            found += names
-    return found
+            bare += names
+    return bare
 
 
 def test_only_rewritings_compare_operators_and_only_their_subject() -> None:
     files = [path for folder in ("roamc", "passes") for path in sorted((ROOT / folder).rglob("*.py"))]
     outside = [path for path in files if ROOT / "roamc" / "operators" not in path.parents]
     compared = {str(path.relative_to(ROOT)): compared_operators(path.read_text(encoding="utf-8")) for path in outside}
-    assert {name: found for name, found in compared.items() if found and name not in SUBJECTS} == {}
+    assert {name: targets for name, targets in compared.items() if targets and name not in SUBJECTS} == {}
     assert [name for name in SUBJECTS if not compared[name]] == []
 
 

@@ -78,22 +78,22 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gpu:
-    made = Gpu()
-    monkeypatch.setattr(here, "machine", lambda device: made.machine)
-    monkeypatch.setattr(here, "seconds_of", made.seconds_of)
+    fake_gpu = Gpu()
+    monkeypatch.setattr(here, "machine", lambda device: fake_gpu.machine)
+    monkeypatch.setattr(here, "seconds_of", fake_gpu.seconds_of)
     monkeypatch.setattr(here, "borrowed", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(tuning, "launcher", made.launcher)
-    monkeypatch.setattr(fused_kernel, "launcher", made.launcher)
+    monkeypatch.setattr(tuning, "launcher", fake_gpu.launcher)
+    monkeypatch.setattr(fused_kernel, "launcher", fake_gpu.launcher)
     monkeypatch.setattr(tuning, "LEAST_BYTES", 1)
     monkeypatch.setattr(kept, "measured_folder", lambda: tmp_path / "profiles")
     kept.forget()
-    return made
+    return fake_gpu
 
 
 def group(rows: int = 64, factor: int = 2) -> FusedKernel:
     """On the CPU; a kernel of its own for each factor."""
-    given = torch.ones(rows, 100), torch.ones(rows, 100)
-    return group_of(lambda x, y: (x * factor + y).neg(), *given)
+    operands = torch.ones(rows, 100), torch.ones(rows, 100)
+    return group_of(lambda x, y: (x * factor + y).neg(), *operands)
 
 
 def in_next_process(groups: Sequence[FusedKernel]) -> list[LaunchShape]:
@@ -241,11 +241,11 @@ def test_a_kernel_that_cannot_be_timed_runs_as_it_is_printed(gpu: Gpu, *, short:
 
 
 def test_operands_lie_as_those_of_the_group_and_are_in_none_of_its_memory(gpu: Gpu) -> None:
-    given = torch.ones(100, 64).t(), torch.ones(100).expand(64, 100)
-    one = group_of(lambda x, y: (x * 2 + y).neg(), *given)
-    made = [tuning._operand(one, at, torch.device("cpu")) for at in range(2)]
-    assert [operand.stride() for operand in made if isinstance(operand, Tensor)] == [(1, 64), (0, 1)]
-    assert not any(operand.any() for operand in made if isinstance(operand, Tensor))
+    operands = torch.ones(100, 64).t(), torch.ones(100).expand(64, 100)
+    one = group_of(lambda x, y: (x * 2 + y).neg(), *operands)
+    tuning_operands = [tuning._operand(one, at, torch.device("cpu")) for at in range(2)]
+    assert [operand.stride() for operand in tuning_operands if isinstance(operand, Tensor)] == [(1, 64), (0, 1)]
+    assert not any(operand.any() for operand in tuning_operands if isinstance(operand, Tensor))
 
 
 class Scaled(nn.Module):
@@ -335,10 +335,10 @@ def run(one: FusedKernel) -> tuple[Tensor, int]:
         return members(args)
 
     one.__dict__["run_members"] = counted
-    given = torch.randn(64, 100), torch.randn(64, 100)
+    operands = torch.randn(64, 100), torch.randn(64, 100)
     out = torch.empty(64, 100)
-    one.write(*given, out=out)
-    assert torch.equal(out, -(given[0] * 2 + given[1]))
+    one.write(*operands, out=out)
+    assert torch.equal(out, -(operands[0] * 2 + operands[1]))
     return out, count
 
 

@@ -27,8 +27,8 @@ class Scaled(nn.Module):
 def update_of(optimizer: Callable[..., torch.optim.Optimizer], weight: Tensor) -> FusedKernel:
     """The whole update of ``weight``, with its numbers as arguments."""
     one = torch.ones((), dtype=weight.dtype)
-    made = captured_step(Scaled(weight), (one,), lambda model, x: model(x).sum(), optimizer)
-    nodes = [node for node in operators(made.graph.graph) if made.graph.phase[node.name] is Phase.UPDATE]
+    captured = captured_step(Scaled(weight), (one,), lambda model, x: model(x).sum(), optimizer)
+    nodes = [node for node in operators(captured.graph.graph) if captured.graph.phase[node.name] is Phase.UPDATE]
     group, _ = fuse(nodes[-1], nodes, FusedKernel)
     assert isinstance(group, FusedKernel)
     return group
@@ -50,12 +50,12 @@ def groups_of(
 ) -> list[tuple[FusedKernel, list[fx.Node]]]:
     """The whole updates of parameters of ``shapes``, each with the nodes that it reads."""
     model = Summed([torch.empty(shape, dtype=dtype) for shape in shapes])
-    made = captured_step(model, (torch.ones((), dtype=dtype),), lambda model, x: model(x), optimizer).graph
-    nodes = [node for node in operators(made.graph) if made.phase[node.name] is Phase.UPDATE]
+    graph = captured_step(model, (torch.ones((), dtype=dtype),), lambda model, x: model(x), optimizer).graph
+    nodes = [node for node in operators(graph.graph) if graph.phase[node.name] is Phase.UPDATE]
     count = len(nodes) // len(shapes)
-    found = []
+    groups = []
     for begin in range(0, len(nodes), count):
         group, read = fuse(nodes[begin + count - 1], nodes[begin : begin + count], FusedKernel)
         assert isinstance(group, FusedKernel), "the group is of another kind"
-        found.append((group, read))
-    return found
+        groups.append((group, read))
+    return groups
