@@ -150,9 +150,9 @@ def test_a_taken_arena_is_not_freed_by_the_end_of_its_token() -> None:
     arena = arenas.acquire()
     token = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
     arenas.park(arena, token)
-    found = arenas.take(token)
-    assert found is not None
-    assert found[1] is arena
+    taken = arenas.take(token)
+    assert taken is not None
+    assert taken[1] is arena
     assert arenas.take(token) is None
     del token
     gc.collect()
@@ -181,9 +181,9 @@ def test_an_arena_that_is_put_back_ends_with_its_token() -> None:
     arena = arenas.acquire()
     token = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
     arenas.park(arena, token)
-    found = arenas.take(token)
-    assert found is not None
-    arenas.put_back(*found)
+    taken = arenas.take(token)
+    assert taken is not None
+    arenas.put_back(*taken)
     assert state(arenas) == (0, 1)
     del token
     gc.collect()
@@ -214,10 +214,10 @@ def test_threads_never_share_an_arena() -> None:
             busy.add(id(arena))
             token = arena.base.view(-1)
             arenas.park(arena, token)
-            found = arenas.take(token)
-            assert found is not None
+            taken = arenas.take(token)
+            assert taken is not None
             busy.discard(id(arena))
-            arenas.release(found[1])
+            arenas.release(taken[1])
 
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(run) for _ in range(4)]:

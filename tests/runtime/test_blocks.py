@@ -34,11 +34,11 @@ def test_the_block_used_last_comes_back() -> None:
 
 
 def test_the_smallest_of_a_fitting_size_is_taken() -> None:
-    found = [take(size, CPU, None) for size in (400, 100, 200)]
-    for block in found:
+    taken = [take(size, CPU, None) for size in (400, 100, 200)]
+    for block in taken:
         give(block, keep=True)
-    assert take(150, CPU, None) is found[2]
-    assert take(210, CPU, found[1]) is found[0], "its own is too small now"
+    assert take(150, CPU, None) is taken[2]
+    assert take(210, CPU, taken[1]) is taken[0], "its own is too small now"
     assert held() == 700
 
 
@@ -102,9 +102,9 @@ def test_ranges_that_are_given_back_do_not_count() -> None:
 def resident(block: Block) -> int:
     """Bytes of the pages that the system has given the block."""
     where, page = block.storage.data_ptr() + block.start, mmap.PAGESIZE
-    found = (ctypes.c_ubyte * (block.nbytes // page))()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(where), ctypes.c_size_t(block.nbytes), found) == 0
-    return page * sum(flag & 1 for flag in found)
+    flags = (ctypes.c_ubyte * (block.nbytes // page))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(where), ctypes.c_size_t(block.nbytes), flags) == 0
+    return page * sum(flag & 1 for flag in flags)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages go back on Linux only")
@@ -187,5 +187,5 @@ def test_idle_arenas_hold_memory_only_where_it_is_kept(idle: str) -> None:
     (plan,) = roamc.plans(compiled)
     assert plan.arena_bytes > 0
     assert held() == (plan.arena_bytes if idle == "keep" else 0)
-    for found in reference[1:]:
-        torch.testing.assert_close(found, reference[0])
+    for gradients in reference[1:]:
+        torch.testing.assert_close(gradients, reference[0])

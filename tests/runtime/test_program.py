@@ -95,20 +95,20 @@ def test_backward_is_the_same_wherever_the_saved_tensors_lie(
     monkeypatch.setattr(compat, "keeps_graph", lambda: keeps_graph)
     planned, inputs = planned_pair(name)
     pair = Pair(planned)
-    given = len(pair.executable.program.entries["backward"].parameters)
-    found = []
+    parameter_count = len(pair.executable.program.entries["backward"].parameters)
+    gradients = []
     for elsewhere in (False, True):
         arguments = [t.clone() for t in inputs]
         results = seeded(pair.forward, arguments)
         saved = list(results[pair.first_saved :])
         if elsewhere:
             saved = [t.clone() for t in saved]
-        shapes = [n for n in planned.graph.graph.nodes if n.op == "placeholder"][-(given - len(saved)) :]
+        shapes = [n for n in planned.graph.graph.nodes if n.op == "placeholder"][-(parameter_count - len(saved)) :]
         tangents = [noise(*node.meta["val"].shape) for node in shapes]
         del results
-        found.append([None if g is None else g.clone() for g in pair.backward([*saved, *tangents])])
+        gradients.append([None if g is None else g.clone() for g in pair.backward([*saved, *tangents])])
         saved.clear()
-    assert_same(found[1], found[0])
+    assert_same(gradients[1], gradients[0])
     pool = pair.executable.pool
     assert len(pool.waiting) == 0
 
