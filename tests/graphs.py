@@ -42,8 +42,8 @@ def captured_step(
 ) -> CapturedStep:
     """Forward, loss, backward and update."""
     leaves, spec = compat.flatten(tuple(batch))
-    made = optimizer(model.parameters(), lr=0.01)
-    return capture_step(StepRequest(model, loss, made, tuple(leaves), lambda values: compat.unflatten(values, spec)))
+    updater = optimizer(model.parameters(), lr=0.01)
+    return capture_step(StepRequest(model, loss, updater, tuple(leaves), lambda values: compat.unflatten(values, spec)))
 
 
 def joint_graph(model: nn.Module, batch: Sequence[Any]) -> TrainGraph:
@@ -81,8 +81,8 @@ def graph_and_inputs(
     else:
         graph = joint_graph(WithLoss(model, loss), batch)
     tensors = iter([*model.parameters(), *model.buffers(), *(leaf for leaf in batch if isinstance(leaf, Tensor))])
-    made = [_input(node, port, tensors) for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)]
-    return graph, made
+    inputs = [_input(node, port, tensors) for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)]
+    return graph, inputs
 
 
 def _input(node: fx.Node, port: Port, tensors: Any) -> Any:

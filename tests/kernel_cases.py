@@ -406,7 +406,7 @@ def embedding_dense_backward(dtype: torch.dtype) -> list[Call]:
 
 @cases(FLOATS, aten._native_batch_norm_legit_functional.default)
 def batch_norm(dtype: torch.dtype) -> list[Call]:
-    found = []
+    calls = []
     for x in (
         tensor(dtype, 4, 3),
         tensor(dtype, 2, 3, 4, 4),
@@ -416,9 +416,9 @@ def batch_norm(dtype: torch.dtype) -> list[Call]:
             weight, bias, mean = (tensor(kept, 3) for _ in range(3))
             variance = tensor(kept, 3).abs() + 0.5
             for training in (True, False):
-                found += [call(x, weight, bias, mean, variance, training, 0.1, 1e-5)]
-                found += [call(x, None, None, mean, variance, training, 0.3, 1e-3)]
-    return found
+                calls += [call(x, weight, bias, mean, variance, training, 0.1, 1e-5)]
+                calls += [call(x, None, None, mean, variance, training, 0.3, 1e-3)]
+    return calls
 
 
 @cases(FLOATS, aten.im2col.default)

@@ -103,9 +103,9 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _keep(self, target: Any, args: Any, kwargs: Any) -> None:
-        given = tensors((args, kwargs))
-        kind = (target, given[0].dtype if given else None)
-        if self._count.get(kind, 0) >= self._limit or not all(is_plain(tensor) for tensor in given):
+        operands = tensors((args, kwargs))
+        kind = (target, operands[0].dtype if operands else None)
+        if self._count.get(kind, 0) >= self._limit or not all(is_plain(tensor) for tensor in operands):
             return
         signature = (target, repr(pytree.tree_map_only(Tensor, geometry, (args, kwargs))))
         if signature in self._seen:
@@ -166,12 +166,12 @@ def recorded(dtypes: Iterable[torch.dtype], limit: int, wanted: Callable[[str], 
 def _run_samples(entry: Any, dtype: torch.dtype, recorder: Recorder) -> None:
     torch.manual_seed(0)
     for sample in _samples(entry, dtype):
-        given = (sample.input, sample.args, sample.kwargs)
+        arguments = (sample.input, sample.args, sample.kwargs)
         with recorder:
             try:
                 results = entry(sample.input, *sample.args, **sample.kwargs)
                 ends = [t for t in tensors(results) if t.requires_grad]
-                starts = [t for t in tensors(given) if t.requires_grad]
+                starts = [t for t in tensors(arguments) if t.requires_grad]
                 losses = [(end.abs() if end.is_complex() else end).sum() for end in ends]
                 if ends and starts:
                     torch.autograd.grad(losses, starts, allow_unused=True)
@@ -228,9 +228,9 @@ def by_hand() -> Calls:
     if hasattr(aten, "_upsample_lanczos2d_aa"):  # new in torch 2.13
         calls[aten._upsample_lanczos2d_aa.default] = [(image, [4, 7], False)]
         calls[aten._upsample_lanczos2d_aa_backward.default] = [(torch.randn(2, 3, 4, 7), [4, 7], [2, 3, 6, 5], False)]
-    made: Calls = {target: [(args, {}) for args in some] for target, some in calls.items()}
-    made[aten.norm.ScalarOpt_dim_dtype] = [((x, 2, [1], False), {"dtype": torch.float64})]
-    return made
+    all_calls: Calls = {target: [(args, {}) for args in some] for target, some in calls.items()}
+    all_calls[aten.norm.ScalarOpt_dim_dtype] = [((x, 2, [1], False), {"dtype": torch.float64})]
+    return all_calls
 
 
 FULL = (67, 131)
@@ -245,9 +245,9 @@ def broadcast(dtypes: Iterable[torch.dtype]) -> Calls:
     for target in aten_overloads():
         rule = ops.rule(target)
         if torch.Tag.pointwise in target.tags and rule.overwrites and not rule.mutates:
-            made = [call for dtype in dtypes for call in _broadcast(target, dtype)]
-            if made:
-                calls[target] = made
+            target_calls = [call for dtype in dtypes for call in _broadcast(target, dtype)]
+            if target_calls:
+                calls[target] = target_calls
     return calls
 
 

@@ -232,11 +232,11 @@ def reference(kind: str, split: str, ranks: int, layers: int = 2, length: int = 
 
 def whole_gradients(model: nn.Module, split: str) -> dict[str, Tensor]:
     """All gradients in their full size; every rank must call this at the same place."""
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        found[name.removeprefix("module.")] = whole(name, parameter.grad, split)
-    return found
+        gradients[name.removeprefix("module.")] = whole(name, parameter.grad, split)
+    return gradients
 
 
 def whole(name: str, part: Tensor, split: str) -> Tensor:
@@ -256,13 +256,13 @@ def _gathered(name: str, grad: Tensor) -> Tensor:
     return torch.cat(parts, 0 if layer in COLUMNS else 1)
 
 
-def worst_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def worst_error(grads: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """The largest relative error of a gradient, in the 2-norm.
 
     A key's bias is left out: softmax does not depend on it, its gradient is rounding error.
     """
-    assert found.keys() == wanted.keys()
+    assert grads.keys() == wanted.keys()
     errors = [
-        float((found[name] - grad).norm() / grad.norm()) for name, grad in wanted.items() if not name.endswith("k.bias")
+        float((grads[name] - grad).norm() / grad.norm()) for name, grad in wanted.items() if not name.endswith("k.bias")
     ]
     return max(errors) if all(error == error for error in errors) else float("nan")

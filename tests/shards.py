@@ -145,7 +145,7 @@ def run_ranks(graph: TrainGraph, inputs: Sequence[Sequence[Any]]) -> list[list[A
     """
     ranks = len(inputs)
     values: dict[fx.Node, list[Any]] = {
-        node: [given[at] for given in inputs] for at, node in enumerate(placeholders(graph.graph))
+        node: [rank_inputs[at] for rank_inputs in inputs] for at, node in enumerate(placeholders(graph.graph))
     }
     for node in graph.graph.nodes:
         if node.op != "call_function":
@@ -186,30 +186,30 @@ def _own_classes(target: Tensor, classes: int, ignored: int, ranks: int, group: 
 
 
 def _communicate(kind: str, args: Sequence[Any]) -> list[Any]:
-    given = [each[0] for each in args]
+    inputs = [each[0] for each in args]
     if kind == "all_reduce" and args[0][1] == "max":
-        return [torch.stack(given).amax(0) for _ in given]
+        return [torch.stack(inputs).amax(0) for _ in inputs]
     if kind == "all_reduce":
-        return [sum(given[1:], given[0]).clone() for _ in given]
+        return [sum(inputs[1:], inputs[0]).clone() for _ in inputs]
     if kind == "all_reduce_coalesced":
-        return [[sum(part[1:], part[0]) for part in zip(*given, strict=True)] for _ in given]
+        return [[sum(part[1:], part[0]) for part in zip(*inputs, strict=True)] for _ in inputs]
     if kind == "all_gather_into_tensor":
-        return [torch.cat(given) for _ in given]
+        return [torch.cat(inputs) for _ in inputs]
     if kind == "all_gather_mm":
-        gathered = torch.cat(given)
+        gathered = torch.cat(inputs)
         return [[*(gathered @ other for other in each[1]), *([gathered] if each[4] else [])] for each in args]
     if kind == "mm_reduce_scatter":
         return _communicate("reduce_scatter_tensor", [(each[0] @ each[1],) for each in args])
     if kind == "reduce_scatter_tensor":
-        return [part.clone() for part in sum(given[1:], given[0]).chunk(len(given))]
+        return [part.clone() for part in sum(inputs[1:], inputs[0]).chunk(len(inputs))]
     raise AssertionError(kind)
 
 
 def counted(graph: TrainGraph) -> dict[tuple[str, str], int]:
     """How many collectives there are, split or not: (phase, operator) to a number."""
-    found: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str], int] = {}
     for node in graph.graph.nodes:
         if getattr(node.target, "namespace", "") == "roamc_collective":
             key = graph.phase[node.name].name, node.target._schema.name.rpartition("::")[2].removeprefix("start_")
-            found[key] = found.get(key, 0) + 1
-    return found
+            counts[key] = counts.get(key, 0) + 1
+    return counts

@@ -183,24 +183,24 @@ def faults(source: str, module: str, package: str) -> list[str]:
     """Return what `source` imports or names against the rules, were it the file of `module` in `package`."""
     tree = ast.parse(source)
     imported = list(imports(tree, package))
-    found = set()
+    violations = set()
     ruled = max((other for other in MAY_IMPORT if within(module, other)), key=len)
     for line, name in imported:
         if within(name, "roamc") and not any(within(name, other) for other in (*MAY_IMPORT[ruled], *own(module))):
-            found.add((line, f"{ruled} must not import {name}"))
+            violations.add((line, f"{ruled} must not import {name}"))
         for judged, forbidden in MUST_NOT_IMPORT.items():
             if within(module, judged) and any(within(name, other) for other in forbidden):
-                found.add((line, f"{judged} must not import {name}"))
+                violations.add((line, f"{judged} must not import {name}"))
         if within(name, "roamc.passes") and not any(within(module, other) for other in KNOW_PASSES):
-            found.add((line, f"{module} must not know pass {name}"))
+            violations.add((line, f"{module} must not know pass {name}"))
     for line, name in [*imported, *attributes(tree)]:
         if name in READ_ADDRESSES and not any(within(module, other) for other in READ_ADDRESSES[name]):
-            found.add((line, f"{module} must not compare addresses of fake tensors by {name}"))
+            violations.add((line, f"{module} must not compare addresses of fake tensors by {name}"))
     if module not in COMPAT:
         for line, name in [*imported, *attributes(tree)]:
             if private_to_torch(name):
-                found.add((line, f"only {' and '.join(COMPAT)} may name {name}"))
-    return [f"line {line}: {text}" for line, text in sorted(found)]
+                violations.add((line, f"only {' and '.join(COMPAT)} may name {name}"))
+    return [f"line {line}: {text}" for line, text in sorted(violations)]
 
 
 def source_files() -> Iterator[tuple[Path, str, str]]:
@@ -213,12 +213,12 @@ def source_files() -> Iterator[tuple[Path, str, str]]:
 
 @pytest.mark.parametrize("folder", PACKAGES)
 def test_imports_keep_to_the_rules(folder: str) -> None:
-    found = {
+    violations = {
         str(path.relative_to(ROOT)): wrong
         for path, module, package in source_files()
         if path.is_relative_to(ROOT / folder) and (wrong := faults(path.read_text(), module, package))
     }
-    assert not found
+    assert not violations
 
 
 @pytest.mark.parametrize(

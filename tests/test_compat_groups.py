@@ -22,9 +22,9 @@ class Group:
 
 def test_an_exchange_that_a_rank_has_missed_counts_on_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     store, groups = dist.HashStore(), [Group(0), Group(1)]
-    known: dict[Any, Any] = dist.distributed_c10d._world.pg_map
+    process_groups: dict[Any, Any] = dist.distributed_c10d._world.pg_map
     for group in groups:
-        monkeypatch.setitem(known, group, ("gloo", store))
+        monkeypatch.setitem(process_groups, group, ("gloo", store))
 
     def both(*texts: str) -> list[Any]:
         with ThreadPoolExecutor(2) as pool:
@@ -71,13 +71,13 @@ def test_sums_of_a_planned_group_repeat() -> None:
 
 def test_a_rank_that_withdraws_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     store, first, second = dist.HashStore(), Group(0), Group(1)
-    known: dict[Any, Any] = dist.distributed_c10d._world.pg_map
+    process_groups: dict[Any, Any] = dist.distributed_c10d._world.pg_map
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(compat_groups, "LOOK", timedelta(milliseconds=10))
     with monkeypatch.context() as alone:
-        alone.setitem(known, second, ("gloo", store))
+        alone.setitem(process_groups, second, ("gloo", store))
         compat_groups.withdraw(3, "no such operator")
-    monkeypatch.setitem(known, first, ("gloo", store))
+    monkeypatch.setitem(process_groups, first, ("gloo", store))
     store.set_timeout(timedelta(minutes=10))
     assert compat_groups.exchanged(first, "", 3) == ["", compat_groups.Absent("no such operator")]
     store.set_timeout(timedelta(milliseconds=30))

@@ -115,14 +115,14 @@ def test_half_a_profile_is_refused_by_name_and_a_whole_one_takes_its_place(
 
 def test_nothing_else_writes_files() -> None:
     writes = re.compile(r"\.write_(?:text|bytes)\(|\bopen\([^)]*[\"'][wx]")
-    found = [
+    writers = [
         str(path.relative_to(folder.parent))
         for folder in PACKAGES
         for path in folder.rglob("*.py")
         for line in path.read_text().splitlines()
         if writes.search(line) and path.name != "files.py" and "files.write_text(" not in line
     ]
-    assert found == []
+    assert writers == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

@@ -21,9 +21,9 @@ def test_every_default_is_accepted_when_given() -> None:
 
 
 def test_given_options_are_not_changed() -> None:
-    given = {"memory_budget": "6GiB", "disable": "reorder"}
-    parse_options(given)
-    assert given == {"memory_budget": "6GiB", "disable": "reorder"}
+    options = {"memory_budget": "6GiB", "disable": "reorder"}
+    parse_options(options)
+    assert options == {"memory_budget": "6GiB", "disable": "reorder"}
 
 
 @pytest.mark.parametrize(("size", "count"), [("6GiB", 6 * 2**30), ("500 MB", 5 * 10**8), (1024, 1024), (None, None)])

@@ -33,8 +33,8 @@ UNFINISHED = re.compile(r"\bT[O]DO\b|\bFIX[M]E\b|\bX[X]X\b|\braise NotImplemente
 
 def python_files(*folders: str) -> list[Path]:
     """Return every Python file of the folders, and setup.py where all are asked for."""
-    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [*found, ROOT / "setup.py"] if folders == FOLDERS else found
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [*files, ROOT / "setup.py"] if folders == FOLDERS else files
 
 
 def text_files() -> Iterator[Path]:
@@ -171,13 +171,13 @@ def test_nothing_speaks_of_one_machine() -> None:
 
 
 def test_no_handler_swallows_every_error() -> None:
-    found = [
+    handlers = [
         where(path, node.lineno, "catches everything and does not name it")
         for path in python_files(*FOLDERS)
         for node in ast.walk(ast.parse(path.read_bytes()))
         if isinstance(node, ast.ExceptHandler) and swallows(node)
     ]
-    assert found == []
+    assert handlers == []
 
 
 @pytest.mark.parametrize("line", [f"cd {SLASH}home/ann/roamc", f"open('{SLASH}root/x')", f"--index{DASH}url=x"])
