@@ -11,9 +11,9 @@ from roamc.errors import OptionError, ProfileError
 from roamc.options import Options, parse_options
 
 
-@pytest.mark.parametrize("given", [None, {}])
-def test_nothing_given_is_the_defaults(given: dict[str, Any] | None) -> None:
-    assert parse_options(given) == Options()
+@pytest.mark.parametrize("options", [None, {}])
+def test_nothing_given_is_the_defaults(options: dict[str, Any] | None) -> None:
+    assert parse_options(options) == Options()
 
 
 def test_every_default_is_accepted_when_given() -> None:
@@ -114,13 +114,13 @@ def test_unknown_profile_is_refused_without_a_budget_too() -> None:
     assert parse_options({"profile": "h100"}).profile == "h100"
 
 
-@pytest.mark.parametrize("given", ["0%", "lots", "half; or less", "-5%", -5, True, "", "0.5", "Min", [1]])
-def test_every_error_about_a_budget_says_what_one_is(given: object) -> None:
+@pytest.mark.parametrize("budget", ["0%", "lots", "half; or less", "-5%", -5, True, "", "0.5", "Min", [1]])
+def test_every_error_about_a_budget_says_what_one_is(budget: object) -> None:
     with pytest.raises(OptionError) as caught:
-        parse_options({"memory_budget": given})
+        parse_options({"memory_budget": budget})
     what, _, advice = str(caught.value).rpartition("; ")
     assert what.startswith("memory_budget: ")
-    assert str(given) in what
+    assert str(budget) in what
     assert (
         advice == 'give a size such as "6GiB", a share of what eager holds such as "80%", or "min", "light" or "device"'
     )
@@ -149,7 +149,7 @@ def test_options_are_frozen() -> None:
         Options().order = "program"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("given", ["min", 0.5, ["memory_budget"]])
-def test_options_that_are_no_dict_are_refused(given: Any) -> None:
+@pytest.mark.parametrize("options", ["min", 0.5, ["memory_budget"]])
+def test_options_that_are_no_dict_are_refused(options: Any) -> None:
     with pytest.raises(OptionError, match="options must be a dict such as"):
-        parse_options(given)
+        parse_options(options)

@@ -324,7 +324,7 @@ def print_alone(function: Any, *operands: Tensor) -> str:
 
 
 @pytest.mark.parametrize(
-    ("function", "given", "said"),
+    ("function", "operand", "said"),
     [
         (lambda x: (x * 2).sum(-1), torch.ones(()), "no rows"),
         (lambda x: torch.softmax(x * 2, -1), torch.ones(()), "no rows"),
@@ -339,8 +339,8 @@ def print_alone(function: Any, *operands: Tensor) -> str:
         (lambda x: torch.as_strided(x * 2, (8, 4), (4, 1)) + 1, torch.ones(4, 8).t(), "another order"),
     ],
 )
-def test_calls_without_a_form_stay_outside(function: Any, given: Tensor, said: str) -> None:
-    assert said in print_alone(function, given)
+def test_calls_without_a_form_stay_outside(function: Any, operand: Tensor, said: str) -> None:
+    assert said in print_alone(function, operand)
 
 
 def test_weights_of_classes_that_a_group_makes_stay_outside() -> None:

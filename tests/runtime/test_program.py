@@ -73,11 +73,11 @@ def test_a_result_of_another_shape_than_planned_is_an_error(monkeypatch: pytest.
         roamc.train_step(model, square, sgd(model), strict=True)(noise(4, 8))
 
 
-@pytest.mark.parametrize(("given", "said"), [(None, "NoneType"), (noise(4, 8).double(), "torch.float64")])
-def test_an_argument_of_another_kind_than_planned_is_an_error(given: object, said: str) -> None:
+@pytest.mark.parametrize(("argument", "said"), [(None, "NoneType"), (noise(4, 8).double(), "torch.float64")])
+def test_an_argument_of_another_kind_than_planned_is_an_error(argument: object, said: str) -> None:
     planned, inputs = planned_pair("several outputs")
     with pytest.raises(roamc.StaleError, match=f"torch.float32 and now gets {said}"):
-        Pair(planned).forward([*inputs[:-1], given])
+        Pair(planned).forward([*inputs[:-1], argument])
 
 
 def test_arguments_are_given_up() -> None:
