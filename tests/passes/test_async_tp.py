@@ -62,10 +62,10 @@ def decided(function: Callable[..., Any], *inputs: Tensor, phases: str = "") -> 
 def applied(graph: TrainGraph) -> tuple[TrainGraph, TrainGraph, Flow]:
     """The graph, the one behind the pass, checked by the judges, and the values of the first."""
     before, limits = value_flow.read(graph, Numbers()), constraints(graph)
-    found = async_tp.apply(copied(graph), async_tp.decide(graph, FAST))
-    check_graph(found, "async_tp", limits, deep=True)
-    value_flow.check(found, before, "async_tp", fast=True)
-    return graph, found, before
+    after = async_tp.apply(copied(graph), async_tp.decide(graph, FAST))
+    check_graph(after, "async_tp", limits, deep=True)
+    value_flow.check(after, before, "async_tp", fast=True)
+    return graph, after, before
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -79,14 +79,14 @@ def scattered(x: Tensor, reduction: str = "sum") -> Tensor:
 @pytest.mark.usefixtures("pays")
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_those_of_collectives_and_products(kind: str) -> None:
-    graph, found, _ = applied(sharded(kind))
+    graph, after, _ = applied(sharded(kind))
     forward = {"gpt": (0, 2), "llama": (2, 2), "bert": (0, 2)}[kind]  # biases are added by addmm
-    assert counted(found).get(("FORWARD", "all_gather_mm"), 0) == forward[0]
-    assert counted(found)["FORWARD", "mm_reduce_scatter"] == forward[1]
-    assert counted(found)["BACKWARD", "all_gather_mm"] == 2
+    assert counted(after).get(("FORWARD", "all_gather_mm"), 0) == forward[0]
+    assert counted(after)["FORWARD", "mm_reduce_scatter"] == forward[1]
+    assert counted(after)["BACKWARD", "all_gather_mm"] == 2
     inputs = inputs_of(kind, 2)
     results = []
-    for one in (graph, found):
+    for one in (graph, after):
         torch.manual_seed(0)
         results.append(run_ranks(one, inputs))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
@@ -174,13 +174,13 @@ def test_cost_is_the_longer_of_product_and_ring_and_launches() -> None:
         alone = {name: seconds(node, A100) - A100.overhead for name, node in apart.items()}
         sent = {name: sent_bytes(apart[name], 2) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")}
         products = alone["mm"] + alone["mm_2"], alone["mm_1"]
-        found = async_tp.apply(copied(graph), async_tp.decide(graph, FAST))
-        gather, scatter = (node for node in operators(found.graph) if node.target in (ALL_GATHER_MM, MM_REDUCE_SCATTER))
+        after = async_tp.apply(copied(graph), async_tp.decide(graph, FAST))
+        gather, scatter = (node for node in operators(after.graph) if node.target in (ALL_GATHER_MM, MM_REDUCE_SCATTER))
         rings = [collective_seconds(node, A100) for node in (gather, scatter)]
         assert seconds(gather, A100) == pytest.approx(4 * A100.overhead + max(products[0], rings[0] or 0.0))
         assert seconds(scatter, A100) == pytest.approx(2 * A100.overhead + max(products[1], rings[1] or 0.0))
         assert [sent_bytes(node, 2) for node in (gather, scatter)] == list(sent.values())
-        assert traffic(found, GROUP, 2) == traffic(graph, GROUP, 2)
+        assert traffic(after, GROUP, 2) == traffic(graph, GROUP, 2)
     assert workspace_bytes(gather, 1) == 2 * BIG.nbytes
     assert workspace_bytes(scatter, 1) == 2 * BIG.nbytes
 
@@ -205,11 +205,11 @@ def test_decision_that_does_not_fit_the_graph_is_refused(decision: Decision) -> 
 def test_a_part_of_the_products_is_as_good() -> None:
     graph = sharded()
     before = value_flow.read(graph, Numbers())
-    found = async_tp.apply(copied(graph), Decision({"shard_all_gather": ("mm_1",)}))
-    check_graph(found, "async_tp", deep=True)
-    value_flow.check(found, before, "async_tp", fast=True)
-    (made,) = (node for node in operators(found.graph) if node.target is ALL_GATHER_MM)
-    assert made.args[4] is True
+    after = async_tp.apply(copied(graph), Decision({"shard_all_gather": ("mm_1",)}))
+    check_graph(after, "async_tp", deep=True)
+    value_flow.check(after, before, "async_tp", fast=True)
+    (gather,) = (node for node in operators(after.graph) if node.target is ALL_GATHER_MM)
+    assert gather.args[4] is True
 
 
 def _with(position: int, value: Any) -> Callable[[fx.Node], None]:
@@ -254,11 +254,11 @@ FAULTS: dict[str, tuple[str, Callable[[fx.Node], None]]] = {
 @pytest.mark.usefixtures("pays")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_judge_of_values_names_a_fault(fault: str) -> None:
-    _, found, before = applied(sharded())
+    _, after, before = applied(sharded())
     name, change = FAULTS[fault]
-    change(next(node for node in found.graph.nodes if node.name == name))
+    change(next(node for node in after.graph.nodes if node.name == name))
     with pytest.raises(VerifyError, match="after pass 'async_tp'"):
-        value_flow.check(found, before, "async_tp", fast=True)
+        value_flow.check(after, before, "async_tp", fast=True)
 
 
 @pytest.mark.usefixtures("pays")

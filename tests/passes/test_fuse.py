@@ -340,8 +340,8 @@ def test_losses_of_every_kind_have_the_bits_of_eager(name: str, dtype: torch.dty
     x, labels = torch.randn(rows, 32).to(dtype), torch.randint(96, (rows,))
 
     def loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-        made = F.cross_entropy(model(x), labels, **settings)
-        return (made * torch.linspace(0.5, 1.5, rows, dtype=dtype)).sum() if made.dim() else made
+        losses = F.cross_entropy(model(x), labels, **settings)
+        return (losses * torch.linspace(0.5, 1.5, rows, dtype=dtype)).sum() if losses.dim() else losses
 
     results = []
     for planned in (True, False):
@@ -352,12 +352,12 @@ def test_losses_of_every_kind_have_the_bits_of_eager(name: str, dtype: torch.dty
             step = roamc.train_step(model, loss, optimizer, strict=True)
             groups = step.plan(x, labels).decisions["fuse"]["groups"]
             assert any("nll_loss_backward" in group for group in groups) is ("none" not in name)
-            found = step(x, labels)
+            loss_value = step(x, labels)
         else:
-            found = loss(model, x, labels)
-            found.backward()
+            loss_value = loss(model, x, labels)
+            loss_value.backward()
             optimizer.step()
-        results.append([found.detach(), *model.parameters()])
+        results.append([loss_value.detach(), *model.parameters()])
     assert_same(*results, said=name)
 
 

@@ -86,9 +86,9 @@ def test_operators_of_what_would_live_longer_are_copied_as_well() -> None:
         outer = inner.exp()
         return outer @ inner.t(), gradient * outer
 
-    found = decided(step, X, X, phases="FFFFB")
-    assert found.copies == (("exp_in_mul", "exp", "mul"), ("sin_in_mul", "sin", "exp_in_mul"))
-    assert found.groups == (("sin_in_mul", "exp_in_mul", "mul"),)
+    decision = decided(step, X, X, phases="FFFFB")
+    assert decision.copies == (("exp_in_mul", "exp", "mul"), ("sin_in_mul", "sin", "exp_in_mul"))
+    assert decision.groups == (("sin_in_mul", "exp_in_mul", "mul"),)
 
 
 def test_what_lives_as_long_anyway_is_read_and_not_copied() -> None:
@@ -97,8 +97,8 @@ def test_what_lives_as_long_anyway_is_read_and_not_copied() -> None:
         outer = inner.exp()
         return outer @ x, gradient * outer, inner @ gradient
 
-    found = decided(step, X, torch.randn(16, 16), phases="FFFFBB")
-    assert found.copies == (("exp_in_mul", "exp", "mul"),)
+    decision = decided(step, X, torch.randn(16, 16), phases="FFFFBB")
+    assert decision.copies == (("exp_in_mul", "exp", "mul"),)
 
 
 def test_every_reader_has_a_copy() -> None:
@@ -106,8 +106,8 @@ def test_every_reader_has_a_copy() -> None:
         inner = x.sigmoid()
         return inner @ x.t(), (gradient * inner) @ x.t(), (gradient + inner) @ x.t()
 
-    found = decided(step, X, X, phases="FFFBBBBBB")
-    assert [copy[1:] for copy in found.copies] == [("sigmoid", "mul"), ("sigmoid", "add")]
+    decision = decided(step, X, X, phases="FFFBBBBBB")
+    assert [copy[1:] for copy in decision.copies] == [("sigmoid", "mul"), ("sigmoid", "add")]
 
 
 def test_views_of_the_value_are_followed() -> None:
@@ -367,9 +367,9 @@ def gradients(run: Callable[[nn.Module], Any]) -> list[Any]:
     """Output and gradients of one forward and backward."""
     model, batch, loss = gated()
     torch.manual_seed(1)
-    found = loss(run(model), *batch)
-    found.backward()
-    return [found.detach(), *(parameter.grad for parameter in model.parameters())]
+    loss_value = loss(run(model), *batch)
+    loss_value.backward()
+    return [loss_value.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -399,5 +399,5 @@ def test_a_plan_with_copies_comes_back_from_its_text() -> None:
 def test_the_report_says_what_is_rebuilt() -> None:
     graph = traced(gate, X, X, X, phases="FFB")
     changed = fuse.apply(graph, fuse.decide(graph, Options()))
-    found = [(group.count, group.nbytes, group.rebuilt) for group in grouped(changed)]
-    assert found == [(2, 2 * X.nbytes, X.nbytes)]
+    groups = [(group.count, group.nbytes, group.rebuilt) for group in grouped(changed)]
+    assert groups == [(2, 2 * X.nbytes, X.nbytes)]

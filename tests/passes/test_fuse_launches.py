@@ -65,8 +65,8 @@ class Stack(nn.Module):
 
 
 def square(model: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = model(x).square().sum()
-    return made
+    loss_value: Tensor = model(x).square().sum()
+    return loss_value
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -164,8 +164,8 @@ def test_a_launch_is_one_operator_that_writes_all_tensors() -> None:
 
 
 def test_more_tensors_than_a_kernel_takes_are_several_launches_of_about_equal_length() -> None:
-    found = decided(13).launches
-    assert [len(names) for names in found] == [20, 20]
+    shared_launches = decided(13).launches
+    assert [len(names) for names in shared_launches] == [20, 20]
     assert MOST_TENSORS < 40
 
 
@@ -184,8 +184,8 @@ def test_a_plan_with_shared_launches_comes_back_from_its_text() -> None:
 def test_no_launch_is_shared_where_the_gradients_would_raise_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one row all that is large are gradients: the step holds most where some of them exist already."""
     graph = captured_step(Stack(3), (torch.randn(1, WIDTH),), square).graph
-    found = decide(graph, FAST).launches
-    assert sum(map(len, found)) < 10
+    shared_launches = decide(graph, FAST).launches
+    assert sum(map(len, shared_launches)) < 10
     monkeypatch.setattr(launches.Ledger, "live", lambda ledger: torch.zeros(1).numpy())
     assert sum(map(len, decide(graph, FAST).launches)) == 10
 
@@ -316,8 +316,8 @@ class Gated(nn.Module):
         self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return made
+        output: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return output
 
 
 @functools.cache

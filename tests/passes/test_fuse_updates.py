@@ -60,8 +60,8 @@ class Small(nn.Module):
 
 
 def square(model: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = model(x).square().sum()
-    return made
+    loss_value: Tensor = model(x).square().sum()
+    return loss_value
 
 
 IMAGES = torch.randn(2, 3, 5, 5)
@@ -113,8 +113,8 @@ def check_steps(name: str, dtype: torch.dtype, *, whole: int, clip: float | None
 
     def planned(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
         step = roamc.train_step(model, square, optimizer, strict=True, clip_grad_norm=clip, **options)
-        found = [group for group in step.plan(x).decisions["fuse"]["groups"] if group[-1].startswith("add")]
-        assert [len(group) for group in found if len(group) == members] == [members] * whole
+        update_groups = [group for group in step.plan(x).decisions["fuse"]["groups"] if group[-1].startswith("add")]
+        assert [len(group) for group in update_groups if len(group) == members] == [members] * whole
         for _ in range(3):
             step(x)
 
@@ -153,10 +153,10 @@ def test_a_group_made_smaller_has_no_copy_without_what_it_copies(monkeypatch: py
 def test_exact_kernels_hold_what_rounds_once() -> None:
     """``lerp``, ``addcmul`` and ``addcdiv`` are contracted in ATen's kernels, and run for themselves."""
     graph = copied(captured())
-    found = [group for group in decide(graph, Options()).groups if group[0].startswith("sqrt")]
-    assert [len(group) for group in found] == [3] * 6
+    groups = [group for group in decide(graph, Options()).groups if group[0].startswith("sqrt")]
+    assert [len(group) for group in groups] == [3] * 6
     start, kept = value_flow.read(graph, Numbers()), verify.constraints(graph)
-    graph = apply(graph, Decision(tuple(found)))
+    graph = apply(graph, Decision(tuple(groups)))
     verify.check_graph(graph, "fuse", kept, deep=True)
     value_flow.check(graph, start, "fuse")
     assert not updates(graph), "roots are results: nothing of the caller's is written"
@@ -180,8 +180,8 @@ def test_a_group_that_writes_is_an_operator_without_results(step: TrainGraph) ->
     verify.check_graph(graph, "fuse", kept, deep=True)
     value_flow.check(graph, start, "fuse")
     check_groups(graph)
-    first, *_ = found = updates(graph)
-    assert len(found) == 3
+    first, *_ = group_nodes = updates(graph)
+    assert len(group_nodes) == 3
     assert first.meta["val"] is None
     memory = build_memory(graph)
     (operator,) = (one for one in memory.operators if one.node is first)
@@ -203,11 +203,11 @@ def test_a_plan_with_updates_comes_back_from_its_text(step: TrainGraph) -> None:
 def test_an_update_that_lies_elsewhere_in_memory_is_written_there(step: TrainGraph) -> None:
     """The caller may exchange a parameter for one with other strides; then the group works on a copy."""
     node = updates(apply(step, decide(step, Options())))[0]
-    group, given = node.target, [argument.meta["val"] for argument in node.args]
-    made = [torch.rand(one.shape) + 1 if isinstance(one, Tensor) else one for one in given]
-    turned = [one.mT.contiguous().mT if isinstance(one, Tensor) else one for one in made]
+    group, arguments = node.target, [argument.meta["val"] for argument in node.args]
+    inputs = [torch.rand(one.shape) + 1 if isinstance(one, Tensor) else one for one in arguments]
+    turned = [one.mT.contiguous().mT if isinstance(one, Tensor) else one for one in inputs]
     results = []
-    for args in (clones(made), turned):
+    for args in (clones(inputs), turned):
         assert group(*args) is None
         results.append([args[at] for at in group.writes])
     assert_same(*results, "strides")
@@ -316,14 +316,14 @@ def test_random_updates_leave_the_bits_of_operators(kind: str, seed: int, reques
     inputs = [torch.rand(24, 16, generator=rng) + 0.5 for _ in range(4)]
     graph = traced(run, *inputs)
     graph = traced(run, *inputs, phases="U" * len(operators(graph.graph)))
-    wanted, used = run_real(graph, given := clones(inputs))[0], clones(inputs)
+    wanted, used = run_real(graph, wanted_inputs := clones(inputs))[0], clones(inputs)
     start, kept = value_flow.read(graph, Numbers()), verify.constraints(graph)
     changed = apply(graph, decide(graph, FAST))
     verify.check_graph(changed, "fuse", kept, deep=True)
     value_flow.check(changed, start, "fuse", fast=True)
     check_groups(changed)
-    made = run_real(changed, used)[0]
-    assert_same([*made, *used], [*wanted, *given], f"seed {seed}")
+    outputs = run_real(changed, used)[0]
+    assert_same([*outputs, *used], [*wanted, *wanted_inputs], f"seed {seed}")
 
 
 # -- the judges -------------------------------------------------------------------------------------------------------

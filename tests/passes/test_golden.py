@@ -277,12 +277,12 @@ def test_every_pass_has_an_example() -> None:
 @pytest.mark.usefixtures("arenas_of_any_size")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_pass_does_what_its_text_says(name: str) -> None:
-    path, found = GOLDEN / f"{name}.txt", text_of(name)
+    path, text = GOLDEN / f"{name}.txt", text_of(name)
     if os.environ.get("WRITE_GOLDEN"):
-        path.write_text(found, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     wanted = path.read_text(encoding="utf-8")
-    changes = difflib.unified_diff(wanted.splitlines(), found.splitlines(), str(path.name), "now", lineterm="")
-    assert found == wanted, "\n".join(["see this file's docstring", *changes])
+    changes = difflib.unified_diff(wanted.splitlines(), text.splitlines(), str(path.name), "now", lineterm="")
+    assert text == wanted, "\n".join(["see this file's docstring", *changes])
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

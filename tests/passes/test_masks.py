@@ -155,9 +155,9 @@ def test_replays_share_the_seed_of_the_draw_that_they_repeat() -> None:
     assert nodes[again].target is replay
     assert graph.phase[again] is Phase.BACKWARD
     after = masks.apply(graph, masks.decide(graph, FAST))
-    made = {node.name: node for node in operators(after.graph) if node.target is counter_mask}
-    assert set(made) == {first, second, again}
-    assert made[second].args == made[again].args != made[first].args
+    mask_nodes = {node.name: node for node in operators(after.graph) if node.target is counter_mask}
+    assert set(mask_nodes) == {first, second, again}
+    assert mask_nodes[second].args == mask_nodes[again].args != mask_nodes[first].args
     assert not any(node.target in (aten.native_dropout.default, save_rng_state) for node in operators(after.graph))
 
 
@@ -200,19 +200,19 @@ def test_backward_drops_what_forward_dropped(route: str, budget: Any) -> None:
         wanted.backward()
         assert torch.equal(results[0], wanted.detach())
         grads = [parameter.grad for parameter in model.parameters()]
-        made = [results[at] for at in gradients if results[at] is not None]
+        from_plan = [results[at] for at in gradients if results[at] is not None]
         if route == "step":
             torch.optim.SGD(model.parameters(), lr=0.01).step()
             grads = [parameter.detach() for parameter in model.parameters()]
-            made = [used[at] for at in parameters]
-        assert len(made) == len(grads) == 4
-        assert all(map(torch.equal, made, grads))  # type: ignore[arg-type]
+            from_plan = [used[at] for at in parameters]
+        assert len(from_plan) == len(grads) == 4
+        assert all(map(torch.equal, from_plan, grads))  # type: ignore[arg-type]
 
 
 def stored_masks(graph: TrainGraph) -> list[str]:
     """Names of the nodes, outside of groups, that make a tensor of bool."""
-    made = ((node.name, tensor) for node in operators(graph.graph) for _, tensor in tensors_of(node))
-    return [name for name, tensor in made if tensor.dtype is torch.bool]
+    named_tensors = ((node.name, tensor) for node in operators(graph.graph) for _, tensor in tensors_of(node))
+    return [name for name, tensor in named_tensors if tensor.dtype is torch.bool]
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
@@ -315,11 +315,11 @@ def test_a_mask_may_be_made_again_and_the_seeds_not() -> None:
 
 def repeat(graph: fx.Graph, chain: list[fx.Node], begin: str) -> fx.Node:
     """Copies of the nodes of ``chain`` from ``begin`` on, behind the last one; the last copy."""
-    place, made = chain[-1], dict[fx.Node, fx.Node]()
+    place, rerun = chain[-1], dict[fx.Node, fx.Node]()
     for node in chain[[each.name for each in chain].index(begin) :]:
         with graph.inserting_after(place):
-            copy = graph.node_copy(node, lambda argument: made.get(argument, argument))
-        bases = [made[argument] for argument in node.all_input_nodes if argument in made and ops.is_view(node.target)]
+            copy = graph.node_copy(node, lambda argument: rerun.get(argument, argument))
+        bases = [rerun[argument] for argument in node.all_input_nodes if argument in rerun and ops.is_view(node.target)]
         copy.meta[STORAGES] = bases[0].meta[STORAGES] if bases else renewed(ids_of(node))
-        made[node] = place = copy
+        rerun[node] = place = copy
     return place

@@ -129,11 +129,11 @@ OPERATORS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 
 def random_function(seed: int) -> Callable[[Tensor, Tensor], list[Tensor]]:
     def function(x: Tensor, w: Tensor) -> list[Tensor]:
-        dice, known = random.Random(seed), [x, w]
+        dice, values = random.Random(seed), [x, w]
         for _ in range(24):
-            made = dice.choice(OPERATORS)(dice.choice(known[-6:]), dice.choice(known[-6:]))
-            known.append(made / (1 + made.abs().amax()))
-        return [value.sum() for value in known[-3:]] + known[-1:]
+            result = dice.choice(OPERATORS)(dice.choice(values[-6:]), dice.choice(values[-6:]))
+            values.append(result / (1 + result.abs().amax()))
+        return [value.sum() for value in values[-3:]] + values[-1:]
 
     return function
 
@@ -142,11 +142,11 @@ def random_function(seed: int) -> Callable[[Tensor, Tensor], list[Tensor]]:
 def test_random_graphs_keep_their_bits_and_their_peak(seed: int) -> None:
     options = dataclasses.replace(CPU, order="program" if seed % 2 else "best")
     function = random_function(seed)
-    found = search.run(graph_of(function), options, deep=True)
-    assert_same(list(Whole(found)(clones([X, W]))), function(X, W), f"seed {seed}")
+    overlapped = search.run(graph_of(function), options, deep=True)
+    assert_same(list(Whole(overlapped)(clones([X, W]))), function(X, W), f"seed {seed}")
     whole = search.run(graph_of(function), dataclasses.replace(options, disable=("overlap",)))
-    assert found.plan.peak_bytes <= whole.plan.peak_bytes * 1.001
-    graph = found.graph.replace(reuse={}, layout=None)
+    assert overlapped.plan.peak_bytes <= whole.plan.peak_bytes * 1.001
+    graph = overlapped.graph.replace(reuse={}, layout=None)
     assert run_real(graph, clones([X, W]))[1] == live_bytes(build_memory(graph)).tolist()
 
 

@@ -165,7 +165,7 @@ def test_a_fast_step_is_as_good_as_an_exact_one(way: str) -> None:
 @pytest.mark.parametrize("budget", ["light", "min"])
 def test_recomputed_products_have_their_bits(way: str, budget: str | None) -> None:
     torch._dynamo.reset()
-    plain, again = (trained(torch.float32, way, numerics="fast", memory_budget=given) for given in (None, budget))
+    plain, again = (trained(torch.float32, way, numerics="fast", memory_budget=limit) for limit in (None, budget))
     assert all(map(torch.equal, plain[0], again[0]))
     assert all(map(torch.equal, plain[1], again[1]))
 

@@ -101,8 +101,8 @@ def test_random_graphs_keep_their_values_and_the_model_counts_right(seed: int, r
     after = with_reuse(graph)
     check_graph(after, "reuse", deep=True)
     torch.manual_seed(seed)
-    found, measured = run_real(after, second := clones(inputs))
-    assert_same(found, expected, "outputs")
+    outputs, measured = run_real(after, second := clones(inputs))
+    assert_same(outputs, expected, "outputs")
     assert_same(second, first, "inputs written")
     assert measured == live_bytes(build_memory(after)).tolist()
     assert (live_bytes(build_memory(after)) <= before).all()
@@ -155,9 +155,9 @@ def test_judge_sees_an_operator_that_must_not() -> None:
 def test_judge_sees_an_operator_that_writes_in_place() -> None:
     def function(x: Tensor) -> Tensor:
         a, b = x.sin(), x.cos()
-        made = a * b
+        product = a * b
         a.add_(b)
-        return made.exp() + a
+        return product.exp() + a
 
     graph = traced(function, X)
     assert ops.may_overwrite(next(n for n in operators(graph.graph) if n.name == "add_"), ids_of) == ()

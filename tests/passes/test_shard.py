@@ -41,10 +41,10 @@ def of_ranks(patch: pytest.MonkeyPatch, ranks: int) -> None:
 
 def on_shards(graph: TrainGraph) -> TrainGraph:
     """The graph behind the pass, checked by all judges."""
-    found = shard.apply(graph, shard.decide(graph, SEQUENCE))
-    check_graph(found, "shard", deep=True)
-    check(graph, found, "shard")
-    return found
+    sharded = shard.apply(graph, shard.decide(graph, SEQUENCE))
+    check_graph(sharded, "shard", deep=True)
+    check(graph, sharded, "shard")
+    return sharded
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -57,27 +57,27 @@ def test_loss_and_gradients_are_those_of_one_rank(kind: str, ranks: int, monkeyp
     torch.manual_seed(0)
     results = run_ranks(graph, inputs)
     model, loss = one_rank(kind)
-    given = [result[0] for result in results]
-    assert max(abs(float(each - loss)) for each in given) <= BOUND * float(loss)
+    losses = [result[0] for result in results]
+    assert max(abs(float(each - loss)) for each in losses) <= BOUND * float(loss)
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     gradients = zip(*(result[1:] for result in results), strict=True)
     names = [name for name, _ in model.named_parameters()]
-    found = {name: _whole(parts, wanted[name].shape) for name, parts in zip(names, gradients, strict=False)}
-    assert worst_error(found, wanted) <= BOUND
+    whole = {name: _whole(parts, wanted[name].shape) for name, parts in zip(names, gradients, strict=False)}
+    assert worst_error(whole, wanted) <= BOUND
 
 
 def test_dropout_in_one_operator_as_on_a_gpu_is_that_of_one_rank() -> None:
     torch.manual_seed(0)
     graph = joint_graph(split(build("bert", 1), 0, 2), (batch(),))
-    found = on_shards(graph)
-    assert counted(found)["FORWARD", "all_gather_into_tensor"] == 2, "two of the layer, none of the head"
+    sharded = on_shards(graph)
+    assert counted(sharded)["FORWARD", "all_gather_into_tensor"] == 2, "two of the layer, none of the head"
     inputs = inputs_of("bert", 2)
     results = []
-    for each in (graph, found):
+    for each in (graph, sharded):
         torch.manual_seed(0)
         results.append(run_ranks(each, inputs)[1])
-    for wanted, given in zip(*results, strict=True):
-        assert given is wanted or torch.allclose(given, wanted, rtol=1e-5, atol=1e-7)
+    for wanted, output in zip(*results, strict=True):
+        assert output is wanted or torch.allclose(output, wanted, rtol=1e-5, atol=1e-7)
 
 
 def _whole(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
@@ -227,8 +227,8 @@ def test_what_ranks_compare_has_no_names_of_groups_and_gpus_and_has_numbers() ->
             y = COLLECTIVES.all_reduce(x @ w, "sum", group) * number
             return y.relu() @ w
 
-        found = traced(step, W, W)
-        (agreement,) = on_shards(found).agreements
+        graph = traced(step, W, W)
+        (agreement,) = on_shards(graph).agreements
         assert agreement.group == group
         return agreement.digest
 
@@ -266,9 +266,9 @@ def test_another_choice_of_values_is_carried_out_as_well() -> None:
     graph = captured("gpt")
     first = shard.decide(graph, SEQUENCE).regions[0]
     fewer = dataclasses.replace(Decision(), regions=((*first[:3], tuple(n for n in first[3] if n != "add"), first[4]),))
-    found = shard.apply(graph, fewer)
-    check(graph, found, "shard")
-    assert counted(found)["FORWARD", "all_gather_into_tensor"] == 3, "one more, for the sum that is whole"
+    sharded = shard.apply(graph, fewer)
+    check(graph, sharded, "shard")
+    assert counted(sharded)["FORWARD", "all_gather_into_tensor"] == 3, "one more, for the sum that is whole"
 
 
 def one_value_changed(graph: TrainGraph, region: shard.Region, choice: random.Random) -> Iterator[shard.Region]:
@@ -329,9 +329,9 @@ def reduced(x: Tensor, w: Tensor) -> Tensor:
 
 def forms(function: Any, *inputs: Tensor) -> tuple[str, ...]:
     graph = traced(function, *inputs)
-    found = shard.decide(graph, SEQUENCE)
+    decision = shard.decide(graph, SEQUENCE)
     on_shards(graph)
-    return found.regions[0][3] if found.regions else ()
+    return decision.regions[0][3] if decision.regions else ()
 
 
 def test_rows_are_told_by_where_they_come_from_and_not_by_sizes() -> None:
@@ -351,9 +351,9 @@ def test_what_differs_from_rank_to_rank_is_never_cut() -> None:
         return COLLECTIVES.all_reduce(y / 2 + (y.view(24, 8) @ w).view(4, 6, 8), "sum", GROUP) * 2
 
     graph = traced(step, X, W)
-    found = on_shards(graph)
+    sharded = on_shards(graph)
     inputs = [[torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)), torch.randn(8, 8)] for _ in range(2)]
-    (one,), (two,) = run_ranks(found, inputs)
+    (one,), (two,) = run_ranks(sharded, inputs)
     (wanted,), _ = run_ranks(graph, inputs)
     assert torch.allclose(one, wanted, atol=1e-5)
     assert torch.equal(one, two)
@@ -370,13 +370,13 @@ def test_tables_that_are_repeated_for_every_sequence_are_cut_behind_that() -> No
         return (reduced(x, w) + positions).relu().transpose(0, 1) @ w
 
     graph = traced(step, X, W, table)
-    found = on_shards(graph)
+    sharded = on_shards(graph)
     inputs = [[torch.ones(4, 6, 8), torch.randn(8, 8), table] for _ in range(2)]
     (wanted,), (other,) = run_ranks(graph, inputs)
-    (one,), (two,) = run_ranks(found, inputs)
+    (one,), (two,) = run_ranks(sharded, inputs)
     assert torch.equal(one, wanted)
     assert torch.equal(two, other)
-    assert "own_part" in str(found.graph)
+    assert "own_part" in str(sharded.graph)
 
 
 def test_values_that_are_written_in_place_stay_whole() -> None:
@@ -461,13 +461,13 @@ def test_a_sum_over_the_ranks_that_is_made_twice_keeps_its_order() -> None:
 def assert_same_on_shards(step: Any, x: Tensor, part: Tensor, *shared: Tensor) -> None:
     """Run ``step`` on two ranks that have parts of their own, as captured and on shards, and compare."""
     graph = traced(step, x, part, *shared)
-    found = on_shards(graph)
-    assert "reduce_scatter" in str(found.graph)
+    sharded = on_shards(graph)
+    assert "reduce_scatter" in str(sharded.graph)
     torch.manual_seed(0)
     same = [torch.randn_like(tensor) for tensor in (x, *shared)]
     inputs = [[same[0], torch.randn_like(part), *same[1:]] for _ in range(2)]
-    for (wanted,), (given,) in zip(run_ranks(graph, inputs), run_ranks(found, inputs), strict=True):
-        assert torch.allclose(given, wanted, rtol=1e-4, atol=1e-5)
+    for (wanted,), (output,) in zip(run_ranks(graph, inputs), run_ranks(sharded, inputs), strict=True):
+        assert torch.allclose(output, wanted, rtol=1e-4, atol=1e-5)
 
 
 def random_step(choice: random.Random) -> Any:
@@ -477,7 +477,7 @@ def random_step(choice: random.Random) -> Any:
         values = [x, reduced(x, part)]
         for _ in range(choice.randrange(3, 9)):
             value, other = choice.choice(values[1:]), choice.choice(values)
-            made = [
+            operations = [
                 lambda v=value: v.relu(),
                 lambda v=value, o=other: v + o,
                 lambda v=value: v * gain,
@@ -498,7 +498,7 @@ def random_step(choice: random.Random) -> Any:
                 lambda v=value: (v @ gain.view(8, 1)) * v.logsumexp(-1, keepdim=True) + v,
                 lambda v=value: v.to(torch.float64).cos().to(torch.float32),
             ]
-            values.append(choice.choice(made)().tanh())
+            values.append(choice.choice(operations)().tanh())
         return torch.stack(values[1:]).sum(0)
 
     return step
@@ -509,12 +509,12 @@ def test_random_graphs_on_shards_give_what_they_gave(seed: int) -> None:
     choice = random.Random(seed)
     tensors = (X, W, torch.zeros(8), torch.zeros(6, 8))
     graph = traced(random_step(choice), *tensors)
-    found = on_shards(graph)
+    sharded = on_shards(graph)
     torch.manual_seed(seed)
     shared = [torch.randn_like(tensor) for tensor in tensors]
     inputs = [[shared[0], torch.randn(8, 8) / 3, *shared[2:]] for _ in range(2)]
-    for (wanted,), (given,) in zip(run_ranks(graph, inputs), run_ranks(found, inputs), strict=True):
-        assert torch.allclose(given, wanted, rtol=1e-4, atol=1e-4), seed
+    for (wanted,), (output,) in zip(run_ranks(graph, inputs), run_ranks(sharded, inputs), strict=True):
+        assert torch.allclose(output, wanted, rtol=1e-4, atol=1e-4), seed
 
 
 def test_what_a_loss_adds_up_for_each_token_is_no_activation() -> None:

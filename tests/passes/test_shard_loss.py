@@ -119,10 +119,10 @@ def on_shards(graph: TrainGraph, ranks: int) -> TrainGraph:
     """The graph behind the pass, checked by all judges."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "ranks_in", lambda group: ranks)
-        found = shard.apply(graph, shard.decide(graph, Options(shard="sequence")))
-    check_graph(found, "shard", deep=True)
-    check(graph, found, "shard")
-    return found
+        sharded = shard.apply(graph, shard.decide(graph, Options(shard="sequence")))
+    check_graph(sharded, "shard", deep=True)
+    check(graph, sharded, "shard")
+    return sharded
 
 
 def assert_as_on_one_rank(
@@ -136,10 +136,10 @@ def assert_as_on_one_rank(
 ) -> TrainGraph:
     """Compare loss and gradients of all ranks with eager's on one rank, and return the graph on shards."""
     make = functools.partial(Model, (LOSSES | ELSEWHERE)[name], tied=tied, bias=bias)
-    found = on_shards(captured(make, ranks, by_class=by_class), ranks)
+    sharded = on_shards(captured(make, ranks, by_class=by_class), ranks)
     for places in ignored:
-        assert_same(found, make, ranks, places, by_class=by_class)
-    return found
+        assert_same(sharded, make, ranks, places, by_class=by_class)
+    return sharded
 
 
 def captured(make: Callable[[], Model], ranks: int, *, by_class: bool = False) -> TrainGraph:
@@ -147,13 +147,13 @@ def captured(make: Callable[[], Model], ranks: int, *, by_class: bool = False) -
     return normal_form(part(make(), 0, ranks, by_class=by_class), tokens_and_labels("none"))
 
 
-def assert_same(found: TrainGraph, make: Callable[[], Model], ranks: int, ignored: str, *, by_class: bool) -> None:
+def assert_same(sharded: TrainGraph, make: Callable[[], Model], ranks: int, ignored: str, *, by_class: bool) -> None:
     batch = tokens_and_labels(ignored)
     models = [part(make(), rank, ranks, by_class=by_class) for rank in range(ranks)]
     state = [[*(p.detach() for p in model.parameters()), model.weights] for model in models]
     one = make()
     loss = one(*batch)
-    results = run_ranks(found, [[*given, *batch, torch.ones_like(loss)] for given in state])
+    results = run_ranks(sharded, [[*tensors, *batch, torch.ones_like(loss)] for tensors in state])
     loss.backward()
     wanted = {key: p.grad for key, p in one.named_parameters() if p.grad is not None}
     assert all(torch.allclose(loss, each[0], rtol=BOUND, atol=0, equal_nan=True) for each in results)
@@ -183,22 +183,22 @@ def largest_logits(graph: TrainGraph) -> int:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_loss_and_gradients_are_those_of_the_whole_batch(name: str) -> None:
-    found = assert_as_on_one_rank(name, 2)
-    assert largest_logits(found) == BATCH * LENGTH // 2 * VOCABULARY
+    sharded = assert_as_on_one_rank(name, 2)
+    assert largest_logits(sharded) == BATCH * LENGTH // 2 * VOCABULARY
 
 
 @pytest.mark.parametrize("name", QUICK[2:])
 def test_scores_split_by_class_are_never_whole(name: str) -> None:
-    found = assert_as_on_one_rank(name, 2, by_class=True)
-    assert largest_logits(found) == 0, "nothing has all classes"
+    sharded = assert_as_on_one_rank(name, 2, by_class=True)
+    assert largest_logits(sharded) == 0, "nothing has all classes"
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_is_that_of_the_whole_batch(name: str, ranks: int) -> None:
-    found = assert_as_on_one_rank(name, ranks)
-    assert largest_logits(found) == BATCH * LENGTH // ranks * VOCABULARY
+    sharded = assert_as_on_one_rank(name, ranks)
+    assert largest_logits(sharded) == BATCH * LENGTH // ranks * VOCABULARY
     if name not in GATHERED:
         assert largest_logits(assert_as_on_one_rank(name, ranks, by_class=True)) == 0
 
@@ -207,16 +207,16 @@ def test_every_loss_is_that_of_the_whole_batch(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("name", [*ELSEWHERE, *GATHERED])
 def test_scores_that_are_read_as_a_whole_are_gathered(name: str) -> None:
     graph = captured(functools.partial(Model, (LOSSES | ELSEWHERE)[name]), 2, by_class=True)
-    found = on_shards(graph, 2)
-    assert largest_logits(found) == BATCH * LENGTH * VOCABULARY
+    sharded = on_shards(graph, 2)
+    assert largest_logits(sharded) == BATCH * LENGTH * VOCABULARY
 
 
 @pytest.mark.parametrize(
     "name", ["logits cut", *(pytest.param(name, marks=pytest.mark.thorough) for name in [*ELSEWHERE][1:])]
 )
 def test_logits_that_are_read_as_a_whole_are_made_as_a_whole(name: str) -> None:
-    found = assert_as_on_one_rank(name, 2)
-    gathered = [node for node in operators(found.graph) if "all_gather" in str(node.target)]
+    sharded = assert_as_on_one_rank(name, 2)
+    gathered = [node for node in operators(sharded.graph) if "all_gather" in str(node.target)]
     assert all(node.meta["val"].shape[-1] != VOCABULARY for node in gathered)
 
 
@@ -234,9 +234,9 @@ def test_logits_that_are_returned_leave_backward_on_shards() -> None:
 
     batch = tokens_and_labels("borders")
     graph = normal_form(split(Both(LOSSES["mean"]), 0, 2), batch)
-    found = on_shards(graph, 2)
-    assert counted(found).get(("FORWARD", "all_gather_into_tensor")) == 2, "of the layer and of the head"
-    late = [node for node in operators(found.graph) if found.phase[node.name].name == "BACKWARD"]
+    sharded = on_shards(graph, 2)
+    assert counted(sharded).get(("FORWARD", "all_gather_into_tensor")) == 2, "of the layer and of the head"
+    late = [node for node in operators(sharded.graph) if sharded.phase[node.name].name == "BACKWARD"]
     wide = [node for node in late if node.target is aten._log_softmax_backward_data.default]
     assert [tuple(node.meta["val"].shape) for node in wide] == [(BATCH * LENGTH // 2, VOCABULARY)]
 

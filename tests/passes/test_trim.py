@@ -39,7 +39,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roamc.planning.layout_judge.PIECE", 64)
     # Buffers of a product in bfloat16 are larger than all that these graphs hold.
     for part in ("shared_bytes", "thread_bytes"):
-        monkeypatch.setattr(f"roamc.operators.costs.products.{part}", lambda first, second, made: 0)
+        monkeypatch.setattr(f"roamc.operators.costs.products.{part}", lambda first, second, result: 0)
     plain = Block.give_back
 
     def give_back(block: Block, low: int, high: int) -> None:
@@ -59,26 +59,26 @@ def planned(seed: int, route: str, *, with_trims: bool) -> tuple[Planned, list[A
         return search.run(graph, Options()), inputs
 
 
-def two_steps(made: Planned, inputs: list[Any]) -> list[Any]:
+def two_steps(planned_graph: Planned, inputs: list[Any]) -> list[Any]:
     """The second starts with what the first has left."""
     torch.manual_seed(3)
-    whole, given = Whole(made), clones(inputs)
-    return [*whole(list(given)), *whole(list(given)), *given]
+    whole, used = Whole(planned_graph), clones(inputs)
+    return [*whole(list(used)), *whole(list(used)), *used]
 
 
-def two_passes(made: Planned, inputs: list[Any], *, elsewhere: bool) -> list[Any]:
+def two_passes(planned_graph: Planned, inputs: list[Any], *, elsewhere: bool) -> list[Any]:
     """Two forwards in flight at the same time; saved tensors of hooks lie elsewhere."""
     torch.manual_seed(3)
-    pair = Pair(made)
-    late = len(pair.executable.program.entries["backward"].parameters) - len(made.graph.saved)
+    pair = Pair(planned_graph)
+    late = len(pair.executable.program.entries["backward"].parameters) - len(planned_graph.graph.saved)
     steps = [clones(inputs) for _ in range(2)]
-    forwards = [list(pair.forward(given[: len(given) - late])) for given in steps]
-    found = []
-    for given, results in zip(steps, forwards, strict=True):
+    forwards = [list(pair.forward(used[: len(used) - late])) for used in steps]
+    outputs = []
+    for used, results in zip(steps, forwards, strict=True):
         saved = [t.clone() if elsewhere else t for t in results[pair.first_saved :]]
-        found += results[: pair.first_saved]
-        found += [None if g is None else g.clone() for g in pair.backward([*saved, *given[len(given) - late :]])]
-    return found
+        outputs += results[: pair.first_saved]
+        outputs += [None if g is None else g.clone() for g in pair.backward([*saved, *used[len(used) - late :]])]
+    return outputs
 
 
 @pytest.mark.usefixtures("tiny")
@@ -97,8 +97,8 @@ def test_passes_with_trims_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(compat, "keeps_graph", lambda: how == "retain_graph")
     (some, inputs), (none, _) = (planned(seed, "joint", with_trims=flag) for flag in (True, False))
     assert some.plan.peak_bytes <= none.plan.peak_bytes * 1.01
-    found, wanted = (two_passes(made, inputs, elsewhere=how == "hooks") for made in (some, none))
-    assert_same(found, wanted, f"seed {seed}, {how}")
+    outputs, wanted = (two_passes(each, inputs, elsewhere=how == "hooks") for each in (some, none))
+    assert_same(outputs, wanted, f"seed {seed}, {how}")
 
 
 @pytest.mark.usefixtures("tiny")

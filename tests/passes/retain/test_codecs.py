@@ -99,8 +99,8 @@ def test_signs_give_the_gradient_of_relu_bit_for_bit(
     decoded = coding.decode(code)
     assert code.untyped_storage().nbytes() == coding.nbytes
     assert (decoded.dtype, decoded.stride()) == (dtype, result.stride())
-    wanted, found = (aten.threshold_backward(gradient, values, 0) for values in (result, decoded))
-    assert torch.equal(bits(found), bits(wanted))
+    wanted, from_code = (aten.threshold_backward(gradient, values, 0) for values in (result, decoded))
+    assert torch.equal(bits(from_code), bits(wanted))
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -127,10 +127,10 @@ def test_pools_look_at_no_element_of_what_they_get_a_stand_in_for(memory_format:
     for operator, arguments in calls.items():
         (at,) = ops.rule(operator).shape_of
         nothing = shapes.stand_in(tuple(arguments[at].shape), torch.float32, x.device).fill_(math.nan)
-        found = operator(*arguments[:at], nothing, *arguments[at + 1 :])
+        result = operator(*arguments[:at], nothing, *arguments[at + 1 :])
         wanted = operator(*arguments)
-        assert torch.equal(found, wanted), operator
-        assert found.stride() == wanted.stride(), operator
+        assert torch.equal(result, wanted), operator
+        assert result.stride() == wanted.stride(), operator
 
 
 def test_only_storages_that_are_filled_are_taken_apart() -> None:
@@ -154,13 +154,13 @@ def saved_indices(function: Callable[..., Any], *inputs: Tensor) -> dict[str, Sa
     """The integers that a function passes to its last operator, which counts as backward."""
     graph = traced(function, *inputs)
     graph = late_graph(graph, {build_memory(graph).operators[-1].node.name})
-    found = {value.storage.name: value.saved for value in values(build_memory(graph))}
-    return {name: saved for name, saved in found.items() if not saved.tensor.is_floating_point()}
+    saved_by_name = {value.storage.name: value.saved for value in values(build_memory(graph))}
+    return {name: saved for name, saved in saved_by_name.items() if not saved.tensor.is_floating_point()}
 
 
 def late_graph(graph: TrainGraph, late: set[str]) -> TrainGraph:
     """The same with the named operators in backward."""
-    phase = {name: Phase.BACKWARD if name in late else found for name, found in graph.phase.items()}
+    phase = {name: Phase.BACKWARD if name in late else own_phase for name, own_phase in graph.phase.items()}
     return graph.replace(phase=phase)
 
 
@@ -188,7 +188,7 @@ RANGES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], Range | None]] =
 @pytest.mark.parametrize("case", RANGES)
 def test_range_of_indices_follows_from_who_makes_or_checks_them(case: str) -> None:
     function, inputs, wanted = RANGES[case]
-    (saved,) = saved_indices(lambda *given: function(*given), *inputs).values()
+    (saved,) = saved_indices(lambda *arguments: function(*arguments), *inputs).values()
     assert range_of(saved) == wanted
 
 

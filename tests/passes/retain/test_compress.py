@@ -96,11 +96,11 @@ def cleaned(model: nn.Module, batch: Any, loss: Any, route: str) -> tuple[TrainG
 
 def all_codes(graph: TrainGraph) -> list[Code]:
     """For each value that a codec makes smaller, the codec with the fewest bytes."""
-    found = []
+    codes = []
     for value in values(build_memory(graph)):
         fitting = sorted(codings(value), key=lambda pair: pair[1].nbytes if pair[1] else 0)
-        found += [Code(value.storage.name, name) for name, _ in fitting[:1]]
-    return found
+        codes += [Code(value.storage.name, name) for name, _ in fitting[:1]]
+    return codes
 
 
 def check(graph: TrainGraph, inputs: Sequence[Any], change: Callable[[TrainGraph], TrainGraph]) -> TrainGraph:

@@ -112,8 +112,8 @@ def test_no_set_of_codecs_is_below_the_bound(route: str) -> None:
     for share in (0.9, 0.8, 0.7, 0.6):
         target = int(peak_of(graph) * share)
         bound = choice.search.bounds.seconds(target)
-        found = [choice.search._ask(subset, target, {}, EFFORT.simulations) for subset in subsets]
-        kept = [solution.seconds for solution in found if solution.peak_bytes <= target]
+        solutions = [choice.search._ask(subset, target, {}, EFFORT.simulations) for subset in subsets]
+        kept = [solution.seconds for solution in solutions if solution.peak_bytes <= target]
         assert all(bound <= seconds * (1 + 1e-9) for seconds in kept), share
         assert not kept or choice.decide(target).added_seconds <= 1.2 * min(kept)
         positive += 0 < bound < math.inf
@@ -139,17 +139,17 @@ def test_operators_of_codecs_stand_where_they_may(name: str, route: str) -> None
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_plan_with_codecs_runs_to_the_same_bits_also_from_json(route: str) -> None:
-    made = tower()
-    free = search.run(graph_and_inputs(*made, route)[0], Options())
+    case = tower()
+    free = search.run(graph_and_inputs(*case, route)[0], Options())
     assert free.plan.decisions["retain"]["codes"] == ()
-    graph, inputs = graph_and_inputs(*made, route)
+    graph, inputs = graph_and_inputs(*case, route)
     planned = search.run(graph, Options(memory_budget="70%"), deep=True)
     codes = planned.plan.decisions["retain"]["codes"]
     assert {codec for _, codec, *_ in codes} == {"bits"}
     assert all(after == -(-before // 8) for _, _, before, after, _ in codes)
     assert "are kept in fewer bytes" in str(planned.plan)
     text = planned.plan.to_json()
-    again = search.run(graph_and_inputs(*made, route)[0], Options(), Plan.from_json(text))
+    again = search.run(graph_and_inputs(*case, route)[0], Options(), Plan.from_json(text))
     assert again.plan.decisions == planned.plan.decisions
     results: list[Any] = []
     for one in (free, planned, again):

@@ -49,8 +49,8 @@ def matching_budget(layers: int) -> Bytes:
     return planned(layers, None, pinned=True).plan.needed_bytes - (layers - 1) * (CORE - 34 * UNIT // 100)
 
 
-def saved(found: Planned) -> Bytes:
-    return sum(storage.nbytes for storage in build_memory(found.graph).saved)
+def saved(planned_graph: Planned) -> Bytes:
+    return sum(storage.nbytes for storage in build_memory(planned_graph.graph).saved)
 
 
 def test_layer_saves_what_the_paper_says() -> None:
@@ -59,15 +59,15 @@ def test_layer_saves_what_the_paper_says() -> None:
 
 
 def test_core_of_attention_runs_again_where_the_rest_is_kept() -> None:
-    found = {layers: planned(layers, matching_budget(layers), pinned=True) for layers in (3, 4)}
-    for layers, each in found.items():
+    by_layers = {layers: planned(layers, matching_budget(layers), pinned=True) for layers in (3, 4)}
+    for layers, each in by_layers.items():
         assert each.plan.needed_bytes <= matching_budget(layers)
         again = [node for node in operators(each.graph.graph) if "again" in node.meta]
         assert sum(flops(node) for node in again) == (layers - 1) * SCORES
         core = ("bmm", "mul", "_softmax", "native_dropout_backward", "dropout_mask")
         kinds = Counter(node.meta["again_target"].split(".")[1] for node in again)
         assert kinds == dict.fromkeys(core, layers - 1)
-    assert saved(found[4]) - saved(found[3]) == pytest.approx(34 * UNIT, rel=0.02)
+    assert saved(by_layers[4]) - saved(by_layers[3]) == pytest.approx(34 * UNIT, rel=0.02)
 
 
 @pytest.mark.parametrize("layers", [3, 4])
