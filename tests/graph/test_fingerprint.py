@@ -106,18 +106,18 @@ def graphs() -> dict[str, TrainGraph]:
     torch.manual_seed(0)
     cases = {name: (Apply(function), X, squares) for name, function in KINDS.items()}
     cases["lstm"] = LSTM(), tokens(length=3), next_token
-    found = {}
+    graphs_by_name = {}
     for name, (model, x, loss) in cases.items():
-        found[f"{name}, step"] = captured_step(model, (x,), loss, torch.optim.SGD).graph
-        found[f"{name}, joint"] = joint_graph(WithLoss(model, loss), (x,))
-    return found
+        graphs_by_name[f"{name}, step"] = captured_step(model, (x,), loss, torch.optim.SGD).graph
+        graphs_by_name[f"{name}, joint"] = joint_graph(WithLoss(model, loss), (x,))
+    return graphs_by_name
 
 
 def fingerprints_and_plan() -> str:
     """All fingerprints, and the plan of a graph that has functions of ours."""
-    found = graphs()
-    lines = [f"{name}: {fingerprint(graph)}" for name, graph in found.items()]
-    return "\n".join([*lines, search.run(found["dropout in checkpoint, step"], Options()).plan.to_json()])
+    graphs_by_name = graphs()
+    lines = [f"{name}: {fingerprint(graph)}" for name, graph in graphs_by_name.items()]
+    return "\n".join([*lines, search.run(graphs_by_name["dropout in checkpoint, step"], Options()).plan.to_json()])
 
 
 def started(seed: str) -> subprocess.Popen[str]:
@@ -138,11 +138,11 @@ def test_three_processes_with_three_hash_seeds_agree() -> None:
 
 def test_the_kinds_of_nodes_are_there() -> None:
     """What the test above is about: functions of ours, constants, casts."""
-    found = graphs()
-    names = {name: {name_of(node.target) for node in operators(graph.graph)} for name, graph in found.items()}
+    graphs_by_name = graphs()
+    names = {name: {name_of(node.target) for node in operators(graph.graph)} for name, graph in graphs_by_name.items()}
     for route in ROUTES:
         assert "roamc.operators.random.replay" in names[f"dropout in checkpoint, {route}"]
-        assert any(node.op == "get_attr" for node in found[f"constant, {route}"].graph.nodes)
+        assert any(node.op == "get_attr" for node in graphs_by_name[f"constant, {route}"].graph.nodes)
         assert "aten._to_copy.default" in names[f"autocast, {route}"]
         assert "aten.sort.default" in names[f"sort, {route}"]
     assert ("roamc.operators.effects.with_effect" in names["effect of linalg, joint"]) == COMPILE_KEEPS_CHECKS

@@ -152,8 +152,8 @@ def test_largest_batch_with_policies_fits() -> None:
     def make(size: int) -> tuple[nn.Module, tuple[Tensor], object]:
         return Blocks(selective), (torch.empty(size, WIDTH),), square
 
-    found = roamc.max_batch(make, 150_000, largest=40, forward_backward=True)
-    assert found.plan.needed_bytes <= 150_000
+    fit = roamc.max_batch(make, 150_000, largest=40, forward_backward=True)
+    assert fit.plan.needed_bytes <= 150_000
 
 
 @pytest.mark.parametrize("around", [again, selective])

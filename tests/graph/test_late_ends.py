@@ -144,8 +144,8 @@ def test_the_planned_program_gives_the_numbers(start: str, options: Options) -> 
     layout = planned.graph.layout
     assert layout is not None
     assert ("late_start" in layout.offset) is (start == "out")  # the other's result is copied by nobody
-    found = run_program(planned, X)
-    assert_same(list(found), expected, start)
+    outputs = run_program(planned, X)
+    assert_same(list(outputs), expected, start)
 
 
 def test_a_wait_stays_whose_result_nobody_reads() -> None:

@@ -96,9 +96,9 @@ def test_model_live_bytes_are_real_in_program_order_reordered_and_with_in_place_
     decision = reorder.decide(graph, Options())
     moved = reorder.apply(graph, decision)
     assert_real_bytes_are_predicted(moved, clones(inputs), f"{name}, {route}, reordered by {decision.algorithm}")
-    given = reuse.apply(moved, reuse.decide(moved, Options()))
-    assert_real_bytes_are_predicted(given, inputs, f"{name}, {route}, in-place reuse")
-    assert int(live_bytes(build_memory(given)).max()) == decision.peak_bytes <= before
+    with_reuse = reuse.apply(moved, reuse.decide(moved, Options()))
+    assert_real_bytes_are_predicted(with_reuse, inputs, f"{name}, {route}, in-place reuse")
+    assert int(live_bytes(build_memory(with_reuse)).max()) == decision.peak_bytes <= before
 
 
 def names_and_lives(graph: TrainGraph) -> dict[str, tuple[int, int]]:
@@ -272,9 +272,9 @@ def test_kept_models_are_those_of_the_graph_as_it_is(name: str, monkeypatch: pyt
 
     def state(graph: TrainGraph) -> list[object]:
         nonlocal again
-        known, now = getattr(graph.graph, _KEPT_AS, None), _state(graph)
-        if known is not None and len(known.state) == len(now) and all(map(operator.is_, known.state, now)):
-            assert known.memory == _Builder(graph).build()
+        cached, now = getattr(graph.graph, _KEPT_AS, None), _state(graph)
+        if cached is not None and len(cached.state) == len(now) and all(map(operator.is_, cached.state, now)):
+            assert cached.memory == _Builder(graph).build()
             again += 1
         return now
 

@@ -90,15 +90,15 @@ def test_graphml_holds_the_reads_and_writes(route: str, tmp_path: Path) -> None:
     for operator in memory.operators:
         for use, storages in (("read", operator.reads), ("write", operator.writes)):
             wanted = {memory.storages[index].name for index in storages}
-            found = {storage for end, storage, how in edges if end == operator.node.name and how == use}
-            assert found == wanted
-    made = operator_graph(graph)
-    assert sum(data["bytes"] for *_, data in made.edges(data=True)) > 0
+            storage_names = {storage for end, storage, how in edges if end == operator.node.name and how == use}
+            assert storage_names == wanted
+    digraph = operator_graph(graph)
+    assert sum(data["bytes"] for *_, data in digraph.edges(data=True)) > 0
 
 
 def test_steps_follow_what_they_read() -> None:
     graph, _ = graph_and_inputs(*random_model(1), "joint")
-    made = operator_graph(graph)
-    for first, second, data in made.edges(data=True):
-        if made.nodes[first]["kind"] == "operator" and data["use"] == "read":
-            assert made.nodes[first]["step"] < made.nodes[second]["step"]
+    digraph = operator_graph(graph)
+    for first, second, data in digraph.edges(data=True):
+        if digraph.nodes[first]["kind"] == "operator" and data["use"] == "read":
+            assert digraph.nodes[first]["step"] < digraph.nodes[second]["step"]

@@ -33,8 +33,8 @@ def pair() -> Iterator[Pair]:
 
 def reduced(edit: Editor, how: str, phase: Phase) -> fx.Node:
     """The all-reduce of a softmax, or of its gradient: of one number for each token."""
-    found = [node for node in edit.all(SUM, phase) if node.args[1] == how]
-    return next(node for node in found if node.meta["val"].dim() == 1)
+    all_reduces = [node for node in edit.all(SUM, phase) if node.args[1] == how]
+    return next(node for node in all_reduces if node.meta["val"].dim() == 1)
 
 
 def maximum_of_a_rank(edit: Editor) -> str:

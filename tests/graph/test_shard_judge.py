@@ -51,15 +51,15 @@ class Editor:
         self.nodes = {node.name: node for node in graph.graph.nodes}
 
     def all(self, target: Any, phase: Phase | None = None) -> list[fx.Node]:
-        found = [node for node in operators(self.graph) if node.target is target]
-        return [node for node in found if phase is None or self.phase[node.name] is phase]
+        nodes = [node for node in operators(self.graph) if node.target is target]
+        return [node for node in nodes if phase is None or self.phase[node.name] is phase]
 
     def insert(self, before: fx.Node, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
         with self.graph.inserting_before(before):
-            made = self.graph.call_function(target, args)
-        self.phase[made.name] = self.phase[(like or before).name]
-        self.derive(made)
-        return made
+            node = self.graph.call_function(target, args)
+        self.phase[node.name] = self.phase[(like or before).name]
+        self.derive(node)
+        return node
 
     def derive(self, node: fx.Node) -> None:
         mode = mode_of(self.graph)
@@ -76,8 +76,8 @@ class Editor:
 
     @property
     def result(self) -> TrainGraph:
-        known = {node.name for node in operators(self.graph)}
-        return self.train.replace(phase={name: phase for name, phase in self.phase.items() if name in known})
+        names = {node.name for node in operators(self.graph)}
+        return self.train.replace(phase={name: phase for name, phase in self.phase.items() if name in names})
 
 
 def gather_dropped(edit: Editor) -> str:
@@ -125,11 +125,11 @@ def mask_drawn_per_rank(edit: Editor) -> str:
     mask = edit.all(dropout_mask)[1]
     part = next(user for user in edit.all(own_part) if _source(user) is mask)
     with edit.graph.inserting_before(mask):
-        made = edit.graph.call_function(dropout_mask, ([24, 32], [32, 1], 0.9), {"device": torch.device("cpu")})
-    edit.phase[made.name] = Phase.FORWARD
-    edit.derive(made)
-    edit.replace(part, made)
-    return f"{made.name} .*does not have"
+        own_mask = edit.graph.call_function(dropout_mask, ([24, 32], [32, 1], 0.9), {"device": torch.device("cpu")})
+    edit.phase[own_mask.name] = Phase.FORWARD
+    edit.derive(own_mask)
+    edit.replace(part, own_mask)
+    return f"{own_mask.name} .*does not have"
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -310,14 +310,14 @@ def test_collectives_in_another_order_are_named(monkeypatch: pytest.MonkeyPatch)
         return (one.relu() * two) @ w
 
     graph = traced(step, torch.zeros(6, 4), torch.zeros(4, 4), torch.zeros(4, 4))
-    found = shard.apply(graph, shard.decide(graph, Options(shard="sequence")))
-    check(graph, found, "shard")
-    first, second = Editor(found).all(SCATTER)
+    sharded = shard.apply(graph, shard.decide(graph, Options(shard="sequence")))
+    check(graph, sharded, "shard")
+    first, second = Editor(sharded).all(SCATTER)
     second.append(first)
     relu = next(node for node in first.users if node.target is aten.relu.default)
     first.append(relu)
     with pytest.raises(VerifyError, match=f"{first.name} .*out of the captured graph's order"):
-        check(graph, found, "shard")
+        check(graph, sharded, "shard")
 
 
 def test_a_collective_that_nobody_waits_for_is_named(pair: Pair) -> None:

@@ -47,9 +47,9 @@ def test_views_and_picks_lie_in_the_storage_of_their_base() -> None:
 
 def test_results_have_storages_of_their_own_with_their_bytes() -> None:
     nodes = by_name(traced(part_and_rest, X))
-    made = [storage for name in ("x_1", "exp", "sin", "max_1") for storage in ids_of(nodes[name])]
-    assert len(set(made)) == 5
-    assert [storage.nbytes for storage in made] == [64, 64, 64, 16, 32]
+    storages = [storage for name in ("x_1", "exp", "sin", "max_1") for storage in ids_of(nodes[name])]
+    assert len(set(storages)) == 5
+    assert [storage.nbytes for storage in storages] == [64, 64, 64, 16, 32]
 
 
 def test_what_is_written_in_place_keeps_its_storage() -> None:
@@ -87,12 +87,12 @@ def test_new_node_has_ids_by_the_table(target: Callable[..., Tensor], args: tupl
     graph = traced(lambda x: x.sin(), X).graph
     sin = next(node for node in graph.nodes if node.name == "sin")
     with graph.inserting_after(sin):
-        made = graph.call_function(target, (sin, *args))
+        new_node = graph.call_function(target, (sin, *args))
     with sin.meta["val"].fake_mode:
-        made.meta["val"] = target(sin.meta["val"], *args)
-    number_result(made)
-    assert (id_of(made) == id_of(sin)) == shares
-    assert id_of(made).nbytes == 64
+        new_node.meta["val"] = target(sin.meta["val"], *args)
+    number_result(new_node)
+    assert (id_of(new_node) == id_of(sin)) == shares
+    assert id_of(new_node).nbytes == 64
 
 
 def test_copies_of_a_graph_have_the_same_ids() -> None:

@@ -210,7 +210,7 @@ def scaled(optimizer: Any = torch.optim.SGD) -> TrainGraph:
 def with_reruns(plan: Plan, order: Sequence[str], *reruns: tuple[Any, ...]) -> Plan:
     kept = {**plan.decisions["retain"], "reruns": reruns}
     ordered = {**plan.decisions["reorder"], "order": tuple(order)}
-    decisions = {name: made for name, made in plan.decisions.items() if name in ("normalize", "layout")}
+    decisions = {name: decision for name, decision in plan.decisions.items() if name in ("normalize", "layout")}
     return dataclasses.replace(plan, decisions={**decisions, "retain": kept, "reorder": ordered})
 
 
