@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("given", "read"),
+    ("option", "read"),
     [
         (None, None),
         (5, 5),
@@ -43,36 +43,36 @@ CPU = torch.device("cpu")
         ("1.5kB", 1500),
     ],
 )
-def test_budget_is_read(given: object, read: object) -> None:
-    assert budget.parse_budget(given) == read
+def test_budget_is_read(option: object, read: object) -> None:
+    assert budget.parse_budget(option) == read
 
 
-@pytest.mark.parametrize("given", ["%", "-5%", "lots", "minimum", -1, True, [1], 0.5, "٨٠%", "٨٠", float("nan")])
-def test_budget_without_sense_says_what_is_possible(given: object) -> None:
+@pytest.mark.parametrize("option", ["%", "-5%", "lots", "minimum", -1, True, [1], 0.5, "٨٠%", "٨٠", float("nan")])
+def test_budget_without_sense_says_what_is_possible(option: object) -> None:
     with pytest.raises(OptionError, match=re.escape(budget.KINDS)):
-        budget.parse_budget(given)
+        budget.parse_budget(option)
 
 
-@pytest.mark.parametrize("given", [0, "0", "0 B", "0%", " 0.00 %", "0.1B"])
-def test_budget_of_nothing_is_an_error(given: object) -> None:
+@pytest.mark.parametrize("option", [0, "0", "0 B", "0%", " 0.00 %", "0.1B"])
+def test_budget_of_nothing_is_an_error(option: object) -> None:
     with pytest.raises(
         OptionError,
         match=re.escape(f"is no room at all; {budget.KINDS}"),
     ):
-        budget.parse_budget(given)
+        budget.parse_budget(option)
 
 
-@pytest.mark.parametrize("given", [0.8, 1.5, 1.0, 100.0, 2e6 + 0.5, "0.8", "1.5", float("inf")])
-def test_fraction_that_may_be_meant_as_a_share_is_an_error(given: object) -> None:
+@pytest.mark.parametrize("option", [0.8, 1.5, 1.0, 100.0, 2e6 + 0.5, "0.8", "1.5", float("inf")])
+def test_fraction_that_may_be_meant_as_a_share_is_an_error(option: object) -> None:
     with pytest.raises(OptionError, match=re.escape(f"is not a number of bytes; {budget.KINDS}")):
-        budget.parse_budget(given)
+        budget.parse_budget(option)
 
 
 def test_share_of_less_than_a_byte_is_an_error() -> None:
-    given = budget.parse_budget("0.0001%")
+    share = budget.parse_budget("0.0001%")
     with pytest.raises(OptionError, match=r"0\.0001% of the 1000 bytes that eager holds is no room at all"):
-        budget.resolve(given, 1000, CPU, 0)
-    assert budget.resolve(given, 10**6, CPU, 0) == 1
+        budget.resolve(share, 1000, CPU, 0)
+    assert budget.resolve(share, 10**6, CPU, 0) == 1
 
 
 def test_budget_in_bytes() -> None:
@@ -115,10 +115,10 @@ def test_search_keeps_the_budget_wherever_the_passes_are_off_by_a_little(seed: i
         foreseen = max(200, target // step * step)
         return Guess(foreseen + random.Random(seed + target).randint(-noise, noise), foreseen, 1000 - foreseen)
 
-    found = budget_search.best(budget_search.search(lambda: first, 0, attempt, 600), 600)
+    best = budget_search.best(budget_search.search(lambda: first, 0, attempt, 600), 600)
     assert len(asked) <= EFFORT.budget_rounds
-    assert found.needed_bytes <= 600
-    assert found.needed_bytes >= 600 - step - 3 * noise - 600 * EFFORT.close_share
+    assert best.needed_bytes <= 600
+    assert best.needed_bytes >= 600 - step - 3 * noise - 600 * EFFORT.close_share
     assert budget_search.search(lambda: first, 0, attempt, 1000) == [first]
     asked.clear()
     assert min(guess.needed_bytes for guess in budget_search.search(lambda: first, 0, attempt, 100)) <= 200 + noise
@@ -178,8 +178,8 @@ def test_lowest_plan_is_looked_for_between_the_lowest_and_that_with_the_fewest_l
         live = max(88_000, target // 100 * 100)
         return Guess(live + (40_000 if live < 88_500 else 20_000), live, 1.0, strained=live > target)
 
-    found = [Guess(120_000, 120_000, 0.0), Guess(110_000, 70_000, 9.0)]
-    assert 108_500 <= budget_search.lower(found, attempt).needed_bytes < 109_000
+    guesses = [Guess(120_000, 120_000, 0.0), Guess(110_000, 70_000, 9.0)]
+    assert 108_500 <= budget_search.lower(guesses, attempt).needed_bytes < 109_000
     assert asked == sorted(asked, reverse=True)
     assert asked[-1] < 88_000 <= asked[-2]
 
@@ -229,9 +229,9 @@ def test_lower_budgets_never_cost_less() -> None:
 def test_lowest_peak_is_no_higher_than_that_of_a_search_for_none_and_has_a_bound(route: str) -> None:
     choice = search.PlanSearch(model_graph("nanogpt-dropout", route)[0], Options(memory_budget="min")).choice
     first = choice.decide(0)
-    again, *found = choice.lowest()
-    assert all((again.peak_bytes, again.added_seconds) <= (one.peak_bytes, one.added_seconds) for one in found)
-    for lowest in (again, *found):
+    again, *low = choice.lowest()
+    assert all((again.peak_bytes, again.added_seconds) <= (one.peak_bytes, one.added_seconds) for one in low)
+    for lowest in (again, *low):
         assert (lowest.peak_bytes, lowest.added_seconds) <= (first.peak_bytes, first.added_seconds)
         assert 0 < lowest.bound_seconds <= lowest.added_seconds
 

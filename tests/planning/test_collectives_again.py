@@ -70,13 +70,13 @@ def planned(kind: str, shard: str, budget: Any = None) -> Planned:
     return search.run(graph_of(kind), options)
 
 
-def again(found: Planned) -> list[str]:
+def again(planned_graph: Planned) -> list[str]:
     """The collectives that run again."""
-    nodes = operators(found.graph.graph)
+    nodes = operators(planned_graph.graph.graph)
     return [node.name for node in nodes if "again" in node.meta and ops.rule(node.target).collective]
 
 
-def outputs(found: Planned, kind: str) -> list[list[Any]]:
+def outputs(planned_graph: Planned, kind: str) -> list[list[Any]]:
     """What each rank gets, with the same random numbers."""
     if kind == "chain":
         tangent = torch.ones_like(X)
@@ -84,7 +84,7 @@ def outputs(found: Planned, kind: str) -> list[list[Any]]:
     else:
         inputs = inputs_of(kind, 2, length=24)
     torch.manual_seed(0)
-    return run_ranks(found.graph, inputs)
+    return run_ranks(planned_graph.graph, inputs)
 
 
 def test_bits_are_those_without_a_budget_where_sums_run_again() -> None:
@@ -94,8 +94,8 @@ def test_bits_are_those_without_a_budget_where_sums_run_again() -> None:
         assert_same_on_ranks(outputs(planned("chain", "whole", budget), "chain"), wanted)
 
 
-def assert_same_on_ranks(found: list[list[Any]], wanted: list[list[Any]]) -> None:
-    for mine, theirs in zip(found, wanted, strict=True):
+def assert_same_on_ranks(results: list[list[Any]], wanted: list[list[Any]]) -> None:
+    for mine, theirs in zip(results, wanted, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             assert one is other or torch.equal(one, other)
 
@@ -104,10 +104,10 @@ def test_bits_are_those_without_a_budget_where_rows_are_gathered() -> None:
     free = planned("gpt", "sequence")
     wanted = outputs(free, "gpt")
     for budget in (2 * free.plan.needed_bytes, "min"):
-        found = planned("gpt", "sequence", budget)
-        assert found.plan.decisions["retain"]["once"]
-        assert bool(again(found)) == (budget == "min")
-        assert_same_on_ranks(outputs(found, "gpt"), wanted)
+        planned_graph = planned("gpt", "sequence", budget)
+        assert planned_graph.plan.decisions["retain"]["once"]
+        assert bool(again(planned_graph)) == (budget == "min")
+        assert_same_on_ranks(outputs(planned_graph, "gpt"), wanted)
 
 
 def test_ranks_compare_which_collectives_run_again() -> None:
@@ -150,9 +150,9 @@ def test_light_budget_runs_no_collective_again() -> None:
 
 
 def test_plan_is_applied_where_all_ranks_run_it_and_refused_elsewhere() -> None:
-    found = planned("chain", "whole", "min")
-    read = Plan.from_json(found.plan.to_json())
-    assert search.run(graph_of("chain"), Options(shard="whole"), read).plan.decisions == found.plan.decisions
+    lowest = planned("chain", "whole", "min")
+    read = Plan.from_json(lowest.plan.to_json())
+    assert search.run(graph_of("chain"), Options(shard="whole"), read).plan.decisions == lowest.plan.decisions
     with pytest.raises(PlanError, match="retain: this graph has no operator 'all_reduce"):
         search.run(graph_of("chain"), Options(shard="off"), read)
     rows = planned("gpt", "sequence", 2 * planned("gpt", "sequence").plan.needed_bytes)
@@ -252,10 +252,10 @@ def test_a_rerun_in_front_of_its_first_run_is_named() -> None:
         judged(graph, lambda graph: moved(graph, "all_reduce_2", "all_reduce"))
 
 
-@pytest.mark.parametrize("known", [(), (SamePlan("other ranks", sums=True),)])
-def test_a_rerun_where_ranks_may_plan_apart_is_named(known: tuple[SamePlan, ...]) -> None:
+@pytest.mark.parametrize("same_plan", [(), (SamePlan("other ranks", sums=True),)])
+def test_a_rerun_where_ranks_may_plan_apart_is_named(same_plan: tuple[SamePlan, ...]) -> None:
     with pytest.raises(VerifyError, match="all_reduce would run an operator again that may give other bits"):
-        judged(hand_made().replace(same_plan=known), lambda graph: rerun(graph.replace(same_plan=SAME), [AGAIN]))
+        judged(hand_made().replace(same_plan=same_plan), lambda graph: rerun(graph.replace(same_plan=SAME), [AGAIN]))
 
 
 def test_a_first_run_out_of_its_groups_order_is_named() -> None:

@@ -44,18 +44,18 @@ def planned(budget: Any = None, in_flight: int = IN_FLIGHT) -> Planned:
     return search.run(stage(in_flight), parse_options({"memory_budget": budget, "profile": "cpu"}))
 
 
-def saved(found: Planned) -> int:
-    return build_memory(found.graph).saved_bytes
+def saved(planned_graph: Planned) -> int:
+    return build_memory(planned_graph.graph).saved_bytes
 
 
 @pytest.mark.parametrize("budget", [None, "70%", "min"])
 def test_what_is_needed_is_the_peak_of_one_and_what_the_others_have_saved(budget: Any) -> None:
-    found = planned(budget)
-    assert found.plan.waiting_bytes == (IN_FLIGHT - 1) * saved(found) > 0
-    assert found.plan.needed_bytes > found.plan.peak_bytes + found.plan.waiting_bytes
-    phases = [op.phase is Phase.FORWARD for op in build_memory(found.graph).operators]
+    planned_graph = planned(budget)
+    assert planned_graph.plan.waiting_bytes == (IN_FLIGHT - 1) * saved(planned_graph) > 0
+    assert planned_graph.plan.needed_bytes > planned_graph.plan.peak_bytes + planned_graph.plan.waiting_bytes
+    phases = [op.phase is Phase.FORWARD for op in build_memory(planned_graph.graph).operators]
     assert phases == sorted(phases, reverse=True), "forward runs apart"
-    assert "in flight" in str(found.plan)
+    assert "in flight" in str(planned_graph.plan)
 
 
 def test_a_budget_is_kept_with_all_that_are_in_flight() -> None:
@@ -94,10 +94,10 @@ def test_judge_names_a_forward_that_does_not_run_apart() -> None:
 
 
 def test_judge_names_a_layout_that_forgets_those_in_flight() -> None:
-    found = planned("70%")
-    layout = found.graph.layout
+    planned_graph = planned("70%")
+    layout = planned_graph.graph.layout
     assert layout is not None
-    check_layout(found.graph)
-    wrong = dataclasses.replace(layout, needed_bytes=layout.needed_bytes - found.plan.waiting_bytes)
+    check_layout(planned_graph.graph)
+    wrong = dataclasses.replace(layout, needed_bytes=layout.needed_bytes - planned_graph.plan.waiting_bytes)
     with pytest.raises(VerifyError, match=f"above the {wrong.needed_bytes} that the layout says"):
-        check_layout(found.graph.replace(layout=wrong))
+        check_layout(planned_graph.graph.replace(layout=wrong))

@@ -58,27 +58,27 @@ def needed(plan: Plan) -> int:
 
 @pytest.mark.parametrize(("seed", "route"), CASES)
 def test_finds_an_order_whose_layout_loses_nothing(seed: int, route: str) -> None:
-    alone, found = in_one_order(seed, route), planned(seed, route)
+    alone, plan = in_one_order(seed, route), planned(seed, route)
     assert alone.arena_bytes > alone.live_bytes
-    assert found.arena_bytes == found.live_bytes
-    assert needed(found) < needed(alone)
-    assert found.decisions["reorder"]["peak_bytes"] <= alone.decisions["reorder"]["peak_bytes"]
-    assert found.decisions["reorder"]["laid_out"][0] == (alone.decisions["reorder"]["algorithm"], needed(alone))
+    assert plan.arena_bytes == plan.live_bytes
+    assert needed(plan) < needed(alone)
+    assert plan.decisions["reorder"]["peak_bytes"] <= alone.decisions["reorder"]["peak_bytes"]
+    assert plan.decisions["reorder"]["laid_out"][0] == (alone.decisions["reorder"]["algorithm"], needed(alone))
     assert "above the most that lives in it" in "".join(alone.notes)
-    assert "above the most that lives in it" not in "".join(found.notes)
+    assert "above the most that lives in it" not in "".join(plan.notes)
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
 @pytest.mark.parametrize("seed", [100, 101, 102, 7, 13])
 def test_never_a_higher_peak_and_never_a_larger_arena(seed: int, route: str) -> None:
-    alone, found = in_one_order(seed, route), planned(seed, route)
-    assert needed(found) <= needed(alone)
-    assert found.decisions["reorder"]["peak_bytes"] <= alone.decisions["reorder"]["peak_bytes"]
+    alone, plan = in_one_order(seed, route), planned(seed, route)
+    assert needed(plan) <= needed(alone)
+    assert plan.decisions["reorder"]["peak_bytes"] <= alone.decisions["reorder"]["peak_bytes"]
     if alone.arena_bytes == alone.live_bytes:
-        assert found == alone
-    if found.arena_bytes > found.live_bytes:
-        tried = len(found.decisions["reorder"]["laid_out"]) - 1
-        assert f"{tried} other orders" in found.notes[-1] or not tried
+        assert plan == alone
+    if plan.arena_bytes > plan.live_bytes:
+        tried = len(plan.decisions["reorder"]["laid_out"]) - 1
+        assert f"{tried} other orders" in plan.notes[-1] or not tried
 
 
 @pytest.mark.parametrize(("seed", "route"), CASES)
@@ -86,9 +86,9 @@ def test_program_of_the_other_order_gives_the_same_bits(seed: int, route: str) -
     graph, inputs = graph_and_inputs(*random_model(seed), route)
     used, again = clones(inputs), clones(inputs)
     expected = with_seed(seed, lambda: run_real(graph, used)[0])
-    found = search.run(graph, NO_SEARCH, deep=True)
-    assert found.plan.decisions["reorder"]["laid_out"]
-    got = with_seed(seed, lambda: run_program(found, again))
+    planned_graph = search.run(graph, NO_SEARCH, deep=True)
+    assert planned_graph.plan.decisions["reorder"]["laid_out"]
+    got = with_seed(seed, lambda: run_program(planned_graph, again))
     assert_same([*expected, *used], [*got, *again], f"seed {seed}, {route}")
 
 

@@ -46,8 +46,8 @@ def run_program(planned: Planned, inputs: list[Any]) -> list[Any]:
     pair = Pair(planned)
     late = sum(port.phase.name == "BACKWARD" for port in planned.graph.inputs)
     first = pair.forward(inputs[: len(inputs) - late])
-    given, saved = first[: pair.first_saved], first[pair.first_saved :]
-    return [*given, *pair.backward([*saved, *inputs[len(inputs) - late :]])]
+    outputs, saved = first[: pair.first_saved], first[pair.first_saved :]
+    return [*outputs, *pair.backward([*saved, *inputs[len(inputs) - late :]])]
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])

@@ -299,12 +299,12 @@ def without_deciding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plan_from_json_skips_decide_and_gives_the_same_program(
     name: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = search.run(model_graph(name, route)[0], Options())
+    original = search.run(model_graph(name, route)[0], Options())
     without_deciding(monkeypatch)
-    again = search.run(model_graph(name, route)[0], Options(), Plan.from_json(made.plan.to_json()))
-    assert again.graph.layout == made.graph.layout
-    assert str(again.graph.graph) == str(made.graph.graph)
-    assert again.plan.to_json() == made.plan.to_json()
+    again = search.run(model_graph(name, route)[0], Options(), Plan.from_json(original.plan.to_json()))
+    assert again.graph.layout == original.graph.layout
+    assert str(again.graph.graph) == str(original.graph.graph)
+    assert again.plan.to_json() == original.plan.to_json()
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
@@ -314,11 +314,11 @@ def test_plan_with_reruns_gives_the_same_program_and_bits_on_a_fresh_capture(see
     used, again = clones(inputs), clones(inputs)
     torch.manual_seed(seed)
     expected, _ = run_real(copied(graph), used)
-    made = search.run(graph, Options(memory_budget="min"))
+    original = search.run(graph, Options(memory_budget="min"))
     fresh = graph_and_inputs(*random_model(seed), route)[0]
-    planned = search.run(fresh, Options(), Plan.from_json(made.plan.to_json()))
-    assert emit(planned.graph).source == emit(made.graph).source
-    assert planned.plan.to_json() == made.plan.to_json()
+    planned = search.run(fresh, Options(), Plan.from_json(original.plan.to_json()))
+    assert emit(planned.graph).source == emit(original.graph).source
+    assert planned.plan.to_json() == original.plan.to_json()
     torch.manual_seed(seed)
     assert_same([*expected, *used], [*run_program(planned, again), *again], f"seed {seed}, {route}")
 
@@ -326,25 +326,25 @@ def test_plan_with_reruns_gives_the_same_program_and_bits_on_a_fresh_capture(see
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_sequence_of_reruns_in_a_plan_says_nothing(route: str) -> None:
     graph, _ = graph_and_inputs(*random_model(0), route)
-    made = search.run(copied(graph), Options(memory_budget="min"))
-    data = json.loads(made.plan.to_json())
+    original = search.run(copied(graph), Options(memory_budget="min"))
+    data = json.loads(original.plan.to_json())
     data["decisions"]["retain"]["reruns"].reverse()
     planned = search.run(graph, Options(), Plan.from_json(json.dumps(data)))
     assert len(data["decisions"]["retain"]["reruns"]) > 5
-    assert emit(planned.graph).source == emit(made.graph).source
+    assert emit(planned.graph).source == emit(original.graph).source
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_plan_without_reorder_keeps_program_order_and_is_taken_again(route: str) -> None:
     graph, _ = graph_and_inputs(*random_model(0), route)
     options = Options(memory_budget="min", disable=("reorder",))
-    free, made = (search.run(copied(graph), each) for each in (Options(disable=("reorder",)), options))
-    assert made.plan.decisions["retain"]["reruns"]
-    order = [op.node.name for op in build_memory(made.graph).operators]
+    free, original = (search.run(copied(graph), each) for each in (Options(disable=("reorder",)), options))
+    assert original.plan.decisions["retain"]["reruns"]
+    order = [op.node.name for op in build_memory(original.graph).operators]
     kept = [op.node.name for op in build_memory(free.graph).operators if op.node.name in order]
     assert [name for name in order if name in kept] == kept
-    planned = search.run(graph, Options(), Plan.from_json(made.plan.to_json()))
-    assert emit(planned.graph).source == emit(made.graph).source
+    planned = search.run(graph, Options(), Plan.from_json(original.plan.to_json()))
+    assert emit(planned.graph).source == emit(original.graph).source
 
 
 def test_plan_of_another_graph_is_refused_by_name() -> None:
@@ -564,23 +564,23 @@ def test_what_a_plan_needs_is_counted_for_the_threads_that_torch_uses(monkeypatc
 def test_plan_for_fewer_threads_is_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = model_graph("nanogpt", "step")[0]
     in_threads(monkeypatch, 1)
-    made = search.run(copied(graph), Options(memory_budget="70%")).plan
+    plan = search.run(copied(graph), Options(memory_budget="70%")).plan
     in_threads(monkeypatch, 16)
-    more = search.run(copied(graph), Options(), made).plan
+    more = search.run(copied(graph), Options(), plan).plan
     assert more.threads == 16
-    assert made.needed_bytes < more.needed_bytes
-    assert (made.peak_bytes, made.decisions["reorder"]) == (more.peak_bytes, more.decisions["reorder"])
+    assert plan.needed_bytes < more.needed_bytes
+    assert (plan.peak_bytes, plan.decisions["reorder"]) == (more.peak_bytes, more.decisions["reorder"])
     assert search.run(copied(graph), Options(), Plan.from_json(more.to_json())).plan == more
     with pytest.raises(BudgetError, match=f"needs .*{more.needed_bytes} bytes"):
-        search.run(copied(graph), Options(memory_budget=more.needed_bytes - 1), made)
+        search.run(copied(graph), Options(memory_budget=more.needed_bytes - 1), plan)
 
 
 def test_plan_for_more_threads_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = model_graph("nanogpt", "step")[0]
     in_threads(monkeypatch, 16)
-    made = search.run(copied(graph), Options()).plan
+    plan = search.run(copied(graph), Options()).plan
     in_threads(monkeypatch, 1)
-    assert search.run(copied(graph), Options(), made).plan == made
+    assert search.run(copied(graph), Options(), plan).plan == plan
 
 
 @pytest.mark.parametrize("count", [0, 2**16 + 1, 2**61])

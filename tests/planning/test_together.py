@@ -150,11 +150,11 @@ def test_device_that_has_least_free_counts_for_all(monkeypatch: pytest.MonkeyPat
 def test_no_rank_goes_on_where_one_fails(
     error: Exception, other: type[Exception], failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Ranks(monkeypatch, lambda rank, plan: error if rank == failing else None).plan([captured(), captured()])
-    assert found[failing] is error
+    outcomes = Ranks(monkeypatch, lambda rank, plan: error if rank == failing else None).plan([captured(), captured()])
+    assert outcomes[failing] is error
     said = str(error).partition("\n")[0] or "ZeroDivisionError"
-    assert type(found[1 - failing]) is other
-    assert str(found[1 - failing]) == f"rank {10 + failing} could not plan Sequential: {said}"
+    assert type(outcomes[1 - failing]) is other
+    assert str(outcomes[1 - failing]) == f"rank {10 + failing} could not plan Sequential: {said}"
 
 
 def test_where_one_rank_may_fall_back_the_others_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,11 +247,11 @@ def test_least_free_memory_of_a_grid_counts_for_all(monkeypatch: pytest.MonkeyPa
 def test_no_rank_of_a_grid_goes_on_where_one_fails(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     error = VerifyError("a planted fault")
     grid = Ranks(monkeypatch, lambda rank, plan: error if rank == failing else None, groups=GRID)
-    found = grid.plan([captured() for _ in range(4)])
-    assert found[failing] is error
+    outcomes = grid.plan([captured() for _ in range(4)])
+    assert outcomes[failing] is error
     for rank in {0, 1, 2, 3} - {failing}:
-        assert type(found[rank]) is RanksError
-        assert "a planted fault" in str(found[rank])
+        assert type(outcomes[rank]) is RanksError
+        assert "a planted fault" in str(outcomes[rank])
 
 
 def test_a_plan_made_without_the_others_is_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
