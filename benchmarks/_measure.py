@@ -56,15 +56,15 @@ def refused_plan(error: Exception) -> Any:
 
 
 def rows_by_route(
-    script: str, models: Sequence[str], routes: Sequence[str], line: Callable[[Row], str], *given: str, **how: Any
+    script: str, models: Sequence[str], routes: Sequence[str], line: Callable[[Row], str], *common: str, **how: Any
 ) -> list[Row]:
-    """The rows of a :func:`fresh` worker, called with MODEL, ``given`` and ROUTE, for all of both; each is printed."""
+    """The rows of a :func:`fresh` worker, called with MODEL, ``common`` and ROUTE, for all of both; each is printed."""
     rows: list[Row] = []
     for name in models:
         for route in routes:
-            found = fresh(script, name, *given, route, **how)
-            rows += found
-            print("\n".join(map(line, found)), flush=True)
+            measured = fresh(script, name, *common, route, **how)
+            rows += measured
+            print("\n".join(map(line, measured)), flush=True)
     return rows
 
 
@@ -154,16 +154,16 @@ class Lines:
 
 def by_line(heap: Heap, step: Callable[[], Any]) -> Lines:
     """Run ``step`` and read the heap at every line of every program that roamc emitted."""
-    found = Lines(0, 0, "")
+    lines = Lines(0, 0, "")
     live, text = 0, ""
 
     def note() -> None:
-        nonlocal found
+        nonlocal lines
         if text:
             now = heap.peak()
-            workspace = max(found.workspace, now - max(live, heap.live()))
-            peak, worst = (now, text) if now > found.peak else (found.peak, found.worst)
-            found = Lines(workspace, peak, worst)
+            workspace = max(lines.workspace, now - max(live, heap.live()))
+            peak, worst = (now, text) if now > lines.peak else (lines.peak, lines.worst)
+            lines = Lines(workspace, peak, worst)
 
     def trace(frame: Any, event: str, _: object) -> Any:
         nonlocal live, text
@@ -181,7 +181,7 @@ def by_line(heap: Heap, step: Callable[[], Any]) -> Lines:
         step()
     finally:
         sys.settrace(None)
-    return found
+    return lines
 
 
 def machine() -> dict[str, str]:

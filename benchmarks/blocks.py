@@ -162,6 +162,6 @@ BLOCKED: dict[str, Callable[[bool], Blocked]] = {"gpt": _gpt, "bert": _bert, "ll
 def make(name: str, *, quick: bool = False) -> Blocked:
     """The model called ``name`` in training mode, with the same weights at every call; tiny if ``quick``."""
     torch.manual_seed(0)
-    found = BLOCKED[name](quick)
-    found.model.train()
-    return found
+    blocked = BLOCKED[name](quick)
+    blocked.model.train()
+    return blocked

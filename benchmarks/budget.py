@@ -195,15 +195,15 @@ class Sheet:
 
         for row in self.rows:
             values = self.folder / f"{self.model} {row}.pt"
-            found = fresh(__file__, "peak", self.model, row, *self.common, str(values), count_heap=True, threads=1)
+            result = fresh(__file__, "peak", self.model, row, *self.common, str(values), count_heap=True, threads=1)
             like = Name.parse(row).values_like()
             if like in self.found and values.exists():
-                found["like"] = {"row": like, **_compare(values, self.folder / f"{self.model} {like}.pt")}
+                result["like"] = {"row": like, **_compare(values, self.folder / f"{self.model} {like}.pt")}
             free = self.found.get(Name.parse(row).family, {})
-            if "predicted_seconds" in found and "predicted_seconds" in free:
-                found["predicted_ratio"] = found["predicted_seconds"] / free["predicted_seconds"]
-            self.found[row] = found
-            print(line(self.model, row, found), flush=True)
+            if "predicted_seconds" in result and "predicted_seconds" in free:
+                result["predicted_ratio"] = result["predicted_seconds"] / free["predicted_seconds"]
+            self.found[row] = result
+            print(line(self.model, row, result), flush=True)
 
     def time(self, rounds: int) -> None:
         """Ratios of times to eager and to the same family without a budget."""
@@ -226,7 +226,7 @@ class Sheet:
 
     def results(self) -> list[dict[str, Any]]:
         """The rows for the results file."""
-        return [{"model": self.model, "kind": row, "threads": 1, **found} for row, found in self.found.items()]
+        return [{"model": self.model, "kind": row, "threads": 1, **result} for row, result in self.found.items()]
 
 
 def _ratios(seconds: dict[str, list[float]], row: str, family: str) -> dict[str, Any]:
@@ -247,33 +247,33 @@ def _ratios(seconds: dict[str, list[float]], row: str, family: str) -> dict[str,
     }
 
 
-def over_budget(found: dict[str, Any]) -> int:
+def over_budget(result: dict[str, Any]) -> int:
     """Measured bytes above the budget, or above what the plan needs where the budget is "min"; 0 where all is well."""
-    allowed = found.get("budget_bytes") or found.get("needed_bytes")
-    return max(0, found["measured"] - allowed) if allowed and found["reruns"] else 0
+    allowed = result.get("budget_bytes") or result.get("needed_bytes")
+    return max(0, result["measured"] - allowed) if allowed and result["reruns"] else 0
 
 
-def line(model: str, row: str, found: dict[str, Any]) -> str:
+def line(model: str, row: str, result: dict[str, Any]) -> str:
     """What was measured, in one line."""
-    if "refused" in found:
-        return f"{model:<9}{row:<18} refused: needs {found['refused'] / 1e6:.1f} MB"
-    text = f"{model:<9}{row:<18} measured {found['measured'] / 1e6:7.1f}"
-    if "peak_bytes" in found:
+    if "refused" in result:
+        return f"{model:<9}{row:<18} refused: needs {result['refused'] / 1e6:.1f} MB"
+    text = f"{model:<9}{row:<18} measured {result['measured'] / 1e6:7.1f}"
+    if "peak_bytes" in result:
         text += (
-            f"  planned {found['peak_bytes'] / 1e6:7.1f}  workspace {found['workspace'] / 1e6:5.1f}"
-            f"  arena {found['arena_bytes'] / 1e6:6.1f}  reruns {found['reruns']}"
-            f"  added {found['added_seconds']:.3f} s (bound {found['added_bound_seconds']:.3f})"
-            f"  planning {found['planning']:.1f} s"
-            f"  predicted time {found.get('predicted_ratio', 1.0):.3f}"
+            f"  planned {result['peak_bytes'] / 1e6:7.1f}  workspace {result['workspace'] / 1e6:5.1f}"
+            f"  arena {result['arena_bytes'] / 1e6:6.1f}  reruns {result['reruns']}"
+            f"  added {result['added_seconds']:.3f} s (bound {result['added_bound_seconds']:.3f})"
+            f"  planning {result['planning']:.1f} s"
+            f"  predicted time {result.get('predicted_ratio', 1.0):.3f}"
         )
-    if "like" in found:
-        like = found["like"]
+    if "like" in result:
+        like = result["like"]
         text += f"  values of {like['row']}: {'equal' if like['equal'] else 'off by {:.1e}'.format(like['error'])}"
-    if over_budget(found):
+    if over_budget(result):
         text += (
-            f"\n  FAILURE: {over_budget(found)} bytes above the budget of {found['budget_bytes']}, planned "
-            f"{found['peak_bytes']}, workspace {found['workspace']}, {found['backward']} until the end of backward; "
-            f"the heap is fullest ({found['worst_line_bytes']}) at: {found['worst_line']}"
+            f"\n  FAILURE: {over_budget(result)} bytes above the budget of {result['budget_bytes']}, planned "
+            f"{result['peak_bytes']}, workspace {result['workspace']}, {result['backward']} until the end of backward; "
+            f"the heap is fullest ({result['worst_line_bytes']}) at: {result['worst_line']}"
         )
     return text
 
@@ -282,11 +282,11 @@ def _worker(kind: str, model: str, row: str, quick: str, profile: str, path: str
     import torch
 
     torch.set_num_threads(1)
-    given = (model, row, bool(int(quick)), profile, Path(path))
+    arguments = (model, row, bool(int(quick)), profile, Path(path))
     if kind == "peak":
-        print(json.dumps(peak_worker(*given)))
+        print(json.dumps(peak_worker(*arguments)))
     else:
-        serve(timed_step(*given))
+        serve(timed_step(*arguments))
 
 
 def main() -> None:
@@ -299,19 +299,19 @@ def main() -> None:
     parser.add_argument("--falling", action="store_true", help="roamc alone, under ten budgets")
     parser.add_argument("--quick", action="store_true", help="tiny models; nothing is written")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        _worker(*given.worker)
+    options = parser.parse_args()
+    if options.worker:
+        _worker(*options.worker)
         return
     kept = True
     with tempfile.TemporaryDirectory() as folder:
-        for model in given.models.split(","):
-            rows = given.rows.split(",") if given.rows else falling_rows() if given.falling else rows_of(model)
-            sheet = Sheet(model, rows, given.quick, given.profile, Path(folder))
-            for measured in (sheet.measure, *(functools.partial(sheet.time, given.rounds),) * bool(given.rounds)):
+        for model in options.models.split(","):
+            rows = options.rows.split(",") if options.rows else falling_rows() if options.falling else rows_of(model)
+            sheet = Sheet(model, rows, options.quick, options.profile, Path(folder))
+            for measured in (sheet.measure, *(functools.partial(sheet.time, options.rounds),) * bool(options.rounds)):
                 measured()
-                if not given.quick:
-                    print(save("falling" if given.falling else "budget", sheet.results(), __doc__ or ""))
+                if not options.quick:
+                    print(save("falling" if options.falling else "budget", sheet.results(), __doc__ or ""))
             kept &= not any(over_budget(row) for row in sheet.found.values() if "measured" in row)
     sys.exit(not kept)
 

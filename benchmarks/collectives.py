@@ -132,19 +132,19 @@ def measure(case: Case, way: str, budget: str, wanted: Gradients, first: Gradien
     eager = gradients_of(SPLITS[split](build(case.kind, case.layers)), split, "eager", {})()
     try:
         run = gradients_of(SPLITS[split](build(case.kind, case.layers)), split, way, options)
-        found = run()
+        gradients = run()
     except Exception as error:
         cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
         if not isinstance(cause, BudgetError):
             raise
         return {"refused": str(cause)}
     worst, same, as_first = 0.0, True, True
-    first.update({} if first else found)
+    first.update({} if first else gradients)
     for number in range(case.runs):
-        found = run() if number else found
-        worst = max(worst, worst_error(found, wanted))
-        same = same and all(torch.equal(found[name], eager[name]) for name in eager)
-        as_first = as_first and all(torch.equal(found[name], first[name]) for name in eager)
+        gradients = run() if number else gradients
+        worst = max(worst, worst_error(gradients, wanted))
+        same = same and all(torch.equal(gradients[name], eager[name]) for name in eager)
+        as_first = as_first and all(torch.equal(gradients[name], first[name]) for name in eager)
     eagers = worst_error(eager, wanted)
     return {"runs": case.runs, "worst": worst, "eager": eagers, "same": same, "as_first": as_first}
 
@@ -183,10 +183,10 @@ def run_group(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one model and split; what went wrong stands in the rows that it left without a result."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(case.ranks)]
-        given = [",".join(options.ways), ",".join(options.budgets), *map(str, dataclasses.astuple(case))]
+        arguments = [",".join(options.ways), ",".join(options.budgets), *map(str, dataclasses.astuple(case))]
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.collectives", "--rank", f"{folder}/store", str(rank), *given],
+                [sys.executable, "-m", "benchmarks.collectives", "--rank", f"{folder}/store", str(rank), *arguments],
                 cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
                 stdout=out.open("w"), stderr=err.open("w"),
             )
@@ -194,14 +194,14 @@ def run_group(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
         ]  # fmt: skip
         fault = ended(processes, options.seconds)
         said = [(out.read_text(), err.read_text()) for out, err in outputs]
-    found = {row["kind"]: row for row in map(json.loads, (x for x in said[0][0].splitlines() if x.startswith("{")))}
+    by_kind = {row["kind"]: row for row in map(json.loads, (x for x in said[0][0].splitlines() if x.startswith("{")))}
     if not fault and any(process.returncode for process in processes):
         fault = next(err for (_, err), process in zip(said, processes, strict=True) if process.returncode)[-400:]
     rows = [case.row(*cell) for cell in itertools.product(options.ways, options.budgets)]
     unwaited = sum("unwaited collective" in err for _, err in said)
     beside = {"busy": options.busy, "date": datetime.date.today().isoformat()}
     return [
-        {**found.get(row["kind"], {**row, "fault": fault or "no result"}), **beside, "unwaited": unwaited}
+        {**by_kind.get(row["kind"], {**row, "fault": fault or "no result"}), **beside, "unwaited": unwaited}
         for row in rows
     ]
 

@@ -119,15 +119,15 @@ def _rows(graph: Any, measured: list[float], profile: Any) -> list[dict[str, Any
     from roamc.cost import kind_of, seconds
     from roamc.graph import tensors_of
 
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    by_shapes: dict[tuple[str, str], dict[str, Any]] = {}
     for node, took in zip(_operators(graph), measured, strict=True):
         shapes = [tuple(tensor.shape) for value in (*node.all_input_nodes, node) for _, tensor in tensors_of(value)]
         key = (str(node.target), str(shapes))
-        row = found.setdefault(key, {"operator": key[0], "kind": kind_of(node), "shapes": key[1], "count": 0})
+        row = by_shapes.setdefault(key, {"operator": key[0], "kind": kind_of(node), "shapes": key[1], "count": 0})
         row["count"] += 1
         row["measured"] = row.get("measured", 0.0) + took
         row["predicted"] = row.get("predicted", 0.0) + seconds(node, profile)
-    large = [row for row in found.values() if row["measured"] >= SHARE * sum(measured)]
+    large = [row for row in by_shapes.values() if row["measured"] >= SHARE * sum(measured)]
     return sorted(large, key=lambda row: -row["measured"])
 
 
@@ -135,12 +135,12 @@ def _kinds(graph: Any, measured: list[float], profile: Any) -> dict[str, dict[st
     """Seconds by kind of operator."""
     from roamc.cost import kind_of, seconds
 
-    found: dict[str, dict[str, float]] = {}
+    by_kind: dict[str, dict[str, float]] = {}
     for node, took in zip(_operators(graph), measured, strict=True):
-        row = found.setdefault(kind_of(node), {"measured": 0.0, "predicted": 0.0})
+        row = by_kind.setdefault(kind_of(node), {"measured": 0.0, "predicted": 0.0})
         row["measured"] += took
         row["predicted"] += seconds(node, profile)
-    return dict(sorted(found.items(), key=lambda item: -item[1]["measured"]))
+    return dict(sorted(by_kind.items(), key=lambda item: -item[1]["measured"]))
 
 
 def main() -> None:
@@ -150,14 +150,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7, help="rounds per model")
     parser.add_argument("--threads", type=int, nargs="*", default=list(THREADS))
     parser.add_argument("--worker", nargs=3, metavar=("MODEL", "THREADS", "ROUNDS"))
-    given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(worker(given.worker[0], int(given.worker[1]), int(given.worker[2]))))
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(worker(options.worker[0], int(options.worker[1]), int(options.worker[2]))))
         return
     rows = []
-    for name in given.models:
-        for threads in given.threads:
-            rows.append(fresh(__file__, name, str(threads), str(given.steps), threads=threads))
+    for name in options.models:
+        for threads in options.threads:
+            rows.append(fresh(__file__, name, str(threads), str(options.steps), threads=threads))
             print({key: value for key, value in rows[-1].items() if key not in ("operators", "kinds")}, flush=True)
     print(save("cost", rows, __doc__ or ""))
 

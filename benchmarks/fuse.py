@@ -59,7 +59,7 @@ def worker(name: str, rounds: int) -> dict[str, Any]:
     return {
         "model": name,
         "rounds": rounds,
-        "seconds": {kind: statistics.median(found) for kind, found in times.items()},
+        "seconds": {kind: statistics.median(durations) for kind, durations in times.items()},
         "products by onednn": {kind: len(plan.decisions["products"]["onednn"]) for kind, plan in plans.items()},
         "deciding on products": plans["fast"].seconds["products"],
         "groups": [len(group) for group in plans["exact"].decisions["fuse"]["groups"]],
@@ -144,19 +144,19 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(BLOCKED))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--worker", nargs="+")
-    given = parser.parse_args()
-    if given.worker:
-        name, *rest = given.worker
+    options = parser.parse_args()
+    if options.worker:
+        name, *rest = options.worker
         print(json.dumps(peak(name, *rest) if len(rest) == 2 else worker(name, int(rest[0]))))
         return
     rows = []
-    for name in given.models:
+    for name in options.models:
         peaks = {"compile": fresh(__file__, name, "compile", "none", threads=1, count_heap=True)}
         for kind in ("fused", "unfused"):
             for budget in BUDGETS:
-                found = fresh(__file__, name, kind, budget, threads=1, count_heap=True)
-                peaks[f"{kind} {budget}"] = found
-        rows.append({**fresh(__file__, name, str(given.rounds), threads=1), "peaks": peaks})
+                measured = fresh(__file__, name, kind, budget, threads=1, count_heap=True)
+                peaks[f"{kind} {budget}"] = measured
+        rows.append({**fresh(__file__, name, str(options.rounds), threads=1), "peaks": peaks})
         print(json.dumps(rows[-1]), flush=True)
     print(save("fuse", rows, __doc__ or "", across_processors=True))
 

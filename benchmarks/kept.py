@@ -35,8 +35,8 @@ def worker(name: str, dtype: str, route: str) -> list[dict[str, Any]]:
     for budget in BUDGETS:
         row: dict[str, Any] = {"model": name, "dtype": dtype, "kind": f"{route} {budget}"}
         try:
-            values, found = _stepped(name, dtype, route, budget)
-            row |= found | {"equal": all(map(torch.equal, expected, values))}
+            values, counts = _stepped(name, dtype, route, budget)
+            row |= counts | {"equal": all(map(torch.equal, expected, values))}
         except Exception as error:
             plan = refused_plan(error)
             row |= {"refused": plan.needed_bytes, "budget": plan.budget_bytes}
@@ -75,7 +75,7 @@ def _stepped(name: str, dtype: str, route: str, budget: str | None) -> tuple[lis
         heap.reset()
         step()
     plans = planned.plans if route == "train_step" else roamc.plans(compiled.model)
-    plan = max(plans, key=lambda found: found.needed_bytes)
+    plan = max(plans, key=lambda piece: piece.needed_bytes)
     return [*losses, *(parameter.detach() for parameter in work.model.parameters())], {
         "budget": plan.budget_bytes or plan.needed_bytes,
         "pieces": len(plans),
@@ -126,11 +126,11 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--worker", nargs=3, metavar=("MODEL", "DTYPE", "ROUTE"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(worker(*given.worker)))
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(worker(*options.worker)))
         return
-    rows = rows_by_route(__file__, given.models, ROUTES, _line, given.dtype, count_heap=True)
+    rows = rows_by_route(__file__, options.models, ROUTES, _line, options.dtype, count_heap=True)
     print(save("kept", rows, __doc__ or ""))
 
 

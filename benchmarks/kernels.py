@@ -150,17 +150,17 @@ def _distinct(tensor: torch.Tensor) -> Bytes:
 
 def measured(group: FusedKernel, least: Bytes) -> dict[str, Any]:
     """Time a kernel on the GPU that is there, in turn with its operators and with torch.compile's kernels for them."""
-    given = [_filled(only_tensor(node)) for node in placeholders(group.body)]
-    made = [only_tensor(node) for node in group.results]
-    outs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in made]
+    operands = [_filled(only_tensor(node)) for node in placeholders(group.body)]
+    results = [only_tensor(node) for node in group.results]
+    outs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in results]
     module = fx.GraphModule({}, group.body)
     runs: dict[str, Callable[[], Any]] = {
-        "ours": lambda: group.write(*given, out=outs[0] if len(outs) == 1 else tuple(outs)),
-        "operators": lambda: module(*given),
-        "compile": (lambda function: lambda: function(*given))(torch.compile(module, dynamic=False)),
+        "ours": lambda: group.write(*operands, out=outs[0] if len(outs) == 1 else tuple(outs)),
+        "operators": lambda: module(*operands),
+        "compile": (lambda function: lambda: function(*operands))(torch.compile(module, dynamic=False)),
     }
     times = dict(zip(runs, zip(*_rounds(list(runs.values())), strict=True), strict=True))
-    seconds = {name: statistics.median(found) for name, found in times.items()}
+    seconds = {name: statistics.median(durations) for name, durations in times.items()}
     about = torch.cuda.get_device_properties(0)
     peak = about.memory_clock_rate * 1e3 * 2 * about.memory_bus_width / 8
     return {"seconds": seconds, "share of DRAM": least / seconds["ours"] / peak, "device": about.name}
@@ -183,11 +183,11 @@ def _rounds(runs: list[Callable[[], Any]]) -> Iterator[list[Seconds]]:
 
 def _filled(fake: torch.Tensor) -> torch.Tensor:
     """Random numbers that lie as a fake tensor does; integers and booleans are zero."""
-    made = torch.zeros(1 + sum((n - 1) * s for n, s in zip(fake.shape, fake.stride(), strict=True)), device="cuda")
+    numbers = torch.zeros(1 + sum((n - 1) * s for n, s in zip(fake.shape, fake.stride(), strict=True)), device="cuda")
     return (
-        made.normal_().to(fake.dtype).as_strided(fake.shape, fake.stride())
+        numbers.normal_().to(fake.dtype).as_strided(fake.shape, fake.stride())
         if fake.is_floating_point()
-        else (made.to(fake.dtype).as_strided(fake.shape, fake.stride()))
+        else (numbers.to(fake.dtype).as_strided(fake.shape, fake.stride()))
     )
 
 
@@ -196,12 +196,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--worker")
-    given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(worker(given.worker)))
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(worker(options.worker)))
         return
     rows = []
-    for name in given.models:
+    for name in options.models:
         rows.append(fresh(__file__, name, threads=1))
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "kernels"}), flush=True)
     print(save("kernels", rows, __doc__ or ""))

@@ -105,12 +105,12 @@ def rivals() -> dict[str, Callable[[LayoutProblem, float], int]]:
 
 def against(problem: LayoutProblem, others: dict[str, Callable[[LayoutProblem, float], int]], least: float) -> Any:
     """Arena, fragmentation and seconds of every rival on a problem of plain storages of any alignment."""
-    found = {}
+    outcomes = {}
     for name, run in others.items():
         began = time.perf_counter()
         arena = run(problem, max(least, RIVAL_SECONDS))
-        found[name] = {"arena_bytes": arena, "seconds": round(time.perf_counter() - began, 4)}
-    return found
+        outcomes[name] = {"arena_bytes": arena, "seconds": round(time.perf_counter() - began, 4)}
+    return outcomes
 
 
 def main() -> None:
@@ -121,15 +121,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--synthetic", type=int, metavar="N")
     parser.add_argument("--no-rivals", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     began = time.perf_counter()
     warm_up()
     solve(synthetic(200), node_limit=100)
     print(f"compiled, or read from the cache, in {time.perf_counter() - began:.1f} s")
-    limits = {"node_limit": given.nodes, "seconds": given.seconds}
-    others = {} if given.no_rivals else rivals()
+    limits = {"node_limit": options.nodes, "seconds": options.seconds}
+    others = {} if options.no_rivals else rivals()
     rows = []
-    for name, problem in instances(given.paths, given.synthetic):
+    for name, problem in instances(options.paths, options.synthetic):
         capacity = name.rpartition(".")[2]
         for asked in (int(capacity), None) if capacity.isdecimal() else (None,):
             row = measure(name, problem, {**limits, "capacity": asked})
@@ -145,8 +145,8 @@ def main() -> None:
 
 def _line(row: dict[str, Any]) -> str:
     beside = "  ".join(
-        f"{name} {found['arena_bytes'] / max(row['bound_bytes'], 1) - 1:.4%} in {found['seconds']:.2f} s"
-        for name, found in row["rivals"].items()
+        f"{name} {rival['arena_bytes'] / max(row['bound_bytes'], 1) - 1:.4%} in {rival['seconds']:.2f} s"
+        for name, rival in row["rivals"].items()
     )
     return (
         f"{row['model']:<16} {row['dtype']:<16} {row['storages']:>6} storages  arena {row['arena_bytes']:>12}"

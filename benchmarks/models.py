@@ -148,7 +148,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 def make(name: str, dtype: str = "float32") -> Workload:
     """The workload called ``name``, with the same weights at every call."""
     torch.manual_seed(0)
-    found = WORKLOADS[name]()
+    workload = WORKLOADS[name]()
     kind: Any = getattr(torch, dtype)
-    batch = tuple(t.to(kind) if t.is_floating_point() else t for t in found.batch)
-    return Workload(found.model.to(kind).train(), batch, found.loss)
+    batch = tuple(t.to(kind) if t.is_floating_point() else t for t in workload.batch)
+    return Workload(workload.model.to(kind).train(), batch, workload.loss)

@@ -146,18 +146,18 @@ def _pytorch(problem: OrderProblem, trace: eager.Trace) -> Row:
 
 def _order(problem: OrderProblem, rival: Callable[[OrderProblem], IntArray]) -> Row:
     try:
-        found = _timed(lambda: rival(problem))
+        timed = _timed(lambda: rival(problem))
     except Missing as error:
         return {"missing": str(error)}
-    return {"peak": _judged_peak(problem, found.value), "seconds": found.seconds}
+    return {"peak": _judged_peak(problem, timed.value), "seconds": timed.seconds}
 
 
 def _layout(problem: LayoutProblem, rival: Callable[[LayoutProblem], LongArray]) -> Row:
     try:
-        found = _timed(lambda: rival(problem))
+        timed = _timed(lambda: rival(problem))
     except Missing as error:
         return {"missing": str(error)}
-    return {"arena": _judged_arena(problem, found.value), "bound": lower_bound(problem), "seconds": found.seconds}
+    return {"arena": _judged_arena(problem, timed.value), "bound": lower_bound(problem), "seconds": timed.seconds}
 
 
 def _pair(problem: OrderProblem) -> Row:
@@ -194,10 +194,10 @@ def _xla(name: str, batch: int, kind: str) -> Row:
     if name not in xla.NETS or kind == COMPILED:
         return {"missing": "not written in JAX"}
     try:
-        found = _timed(lambda: xla.temporary_bytes(name, batch, kind), runs=1)
+        timed = _timed(lambda: xla.temporary_bytes(name, batch, kind), runs=1)
     except Missing as error:
         return {"missing": str(error)}
-    return {"temporary": found.value, "seconds": found.seconds}
+    return {"temporary": timed.value, "seconds": timed.seconds}
 
 
 def _ours(problem: OrderProblem) -> tuple[Row, IntArray]:
@@ -280,9 +280,9 @@ def mean_saved(rows: Iterable[Row], kind: str, **how: str) -> float | None:
 
 def best_order(row: Row) -> tuple[str, int]:
     """The rival heuristic with the lowest peak, the first of equals, and its peak."""
-    found = {key: rival["peak"] for key, rival in row["orders"].items() if "peak" in rival}
-    best = min(found, key=lambda key: found[key])
-    return best, found[best]
+    peaks = {key: rival["peak"] for key, rival in row["orders"].items() if "peak" in rival}
+    best = min(peaks, key=lambda key: peaks[key])
+    return best, peaks[best]
 
 
 def line(row: Row) -> str:
@@ -312,14 +312,14 @@ def _mb(count: int | None) -> str:
 
 def _summary(rows: list[Row]) -> str:
     """The means over the paper's models, as far as all of them are there."""
-    found = [
+    means = [
         f"{kind} {mean_saved(rows, kind):.1%} (expandable {mean_saved(rows, kind, allocator='expandable'):.1%}; "
         f"with in-place reuse {mean_saved(rows, kind, ours='reuse'):.1%}; "
         f"as planned {mean_saved(rows, kind, ours='plan'):.1%})"
         for kind in KINDS
         if mean_saved(rows, kind) is not None
     ]
-    return "mean saved over the paper's models: " + ("; ".join(found) or "some are missing")
+    return "mean saved over the paper's models: " + ("; ".join(means) or "some are missing")
 
 
 def main() -> None:
@@ -329,18 +329,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, 5 s; writes no results")
     parser.add_argument("--seconds", type=float, default=20.0, help="time limit of each integer program (20)")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "SECONDS"))
-    given = parser.parse_args()
-    if given.worker:
-        name, seconds = given.worker
+    options = parser.parse_args()
+    if options.worker:
+        name, seconds = options.worker
         print(json.dumps([measure(*choice, float(seconds)) for choice in choices([name], [1, 32])]))
         return
-    names, seconds = (QUICK, 5.0) if given.quick else (given.models, given.seconds)
+    names, seconds = (QUICK, 5.0) if options.quick else (options.models, options.seconds)
     rows: list[Row] = []
     for name in names:
-        found = fresh(__file__, name, str(seconds), threads=1)
-        rows += found
-        print("\n".join(line(row) for row in found), flush=True)
-    if not given.quick:
+        measured = fresh(__file__, name, str(seconds), threads=1)
+        rows += measured
+        print("\n".join(line(row) for row in measured), flush=True)
+    if not options.quick:
         path = save("order_layout", rows, __doc__ or "")
         print(path)
         rows = json.loads(path.read_text())["rows"]

@@ -84,15 +84,15 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--worker", nargs=3, metavar=("MODEL", "DTYPE", "ROUTE"))
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(worker(*given.worker)))
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(worker(*options.worker)))
         return
     rows = []
-    for name in given.models:
-        for dtype in given.dtypes.split(","):
-            found = {route: fresh(__file__, name, dtype, route, count_heap=True) for route in ROUTES}
-            rows.append({"model": name, "dtype": dtype, **found})
+    for name in options.models:
+        for dtype in options.dtypes.split(","):
+            by_route = {route: fresh(__file__, name, dtype, route, count_heap=True) for route in ROUTES}
+            rows.append({"model": name, "dtype": dtype, **by_route})
             print(_line(rows[-1]), flush=True)
     print(save("peak", rows, __doc__ or ""))
 

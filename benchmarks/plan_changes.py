@@ -123,10 +123,10 @@ def main() -> int:
     recording.add_argument("models", nargs="*", default=list(WORKLOADS))
     comparing = actions.add_parser("compare", help="exit with 1 where a peak or a time is higher")
     comparing.add_argument("files", nargs=2, type=Path)
-    given = parser.parse_args()
-    if given.action == "compare":
-        return compare(*given.files)
-    record(given.file, given.models)
+    options = parser.parse_args()
+    if options.action == "compare":
+        return compare(*options.files)
+    record(options.file, options.models)
     return 0
 
 

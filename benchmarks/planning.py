@@ -120,11 +120,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "ROUTE"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(worker(*given.worker)))
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(worker(*options.worker)))
         return
-    rows = rows_by_route(__file__, given.models, ROUTES, _line)
+    rows = rows_by_route(__file__, options.models, ROUTES, _line)
     print(save("planning", rows, __doc__ or ""))
 
 

@@ -202,11 +202,11 @@ def main() -> None:
     parser.add_argument("--dump", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--batches", default="1,32")
-    given = parser.parse_args()
-    given.dump.mkdir(parents=True, exist_ok=True)
-    for choice in choices(given.models.split(","), [int(batch) for batch in given.batches.split(",")]):
-        found = dump(given.dump, *choice)
-        print("  ".join(f"{key} {value}" for key, value in found.items()), flush=True)
+    options = parser.parse_args()
+    options.dump.mkdir(parents=True, exist_ok=True)
+    for choice in choices(options.models.split(","), [int(batch) for batch in options.batches.split(",")]):
+        facts = dump(options.dump, *choice)
+        print("  ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
 
 
 if __name__ == "__main__":

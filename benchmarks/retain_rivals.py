@@ -51,8 +51,8 @@ def row(name: str, problem: RetainProblem, percent: int, budget: int, seconds: f
     begun = time.perf_counter()
     ours = solve(problem, budget)
     taken = time.perf_counter() - begun
-    found = {rival: _rival(answer, problem, budget, seconds) for rival, answer in RIVALS.items()}
-    proved = [each["added"] for each in found.values() if each["status"] == "OPTIMAL" and each["added"] is not None]
+    theirs = {rival: _rival(answer, problem, budget, seconds) for rival, answer in RIVALS.items()}
+    proved = [each["added"] for each in theirs.values() if each["status"] == "OPTIMAL" and each["added"] is not None]
     return {
         "model": name,
         "kind": f"{percent}%",
@@ -67,7 +67,7 @@ def row(name: str, problem: RetainProblem, percent: int, budget: int, seconds: f
             "status": ours.status.value,
             "seconds": taken,
         },
-        **found,
+        **theirs,
         "least": min(proved, default=None),
     }
 
@@ -80,24 +80,24 @@ def _rival(answer: Rival, problem: RetainProblem, budget: int, seconds: float) -
     return {"added": added, "status": status, "seconds": taken}
 
 
-def worse(found: dict[str, Any]) -> list[str]:
+def worse(result: dict[str, Any]) -> list[str]:
     """The rivals that add less than ours does, or that have an answer where ours has none."""
-    ours = found["ours"]["added"]
-    rivals = {rival: found[rival]["added"] for rival in RIVALS}
+    ours = result["ours"]["added"]
+    rivals = {rival: result[rival]["added"] for rival in RIVALS}
     ours = math.inf if ours is None else ours
     return [rival for rival, added in rivals.items() if added is not None and added < ours * (1 - LEAST_TIME)]
 
 
-def line(found: dict[str, Any]) -> str:
+def line(result: dict[str, Any]) -> str:
     """One row for the terminal."""
-    parts = [f"{found['model']:<12}{found['operators']:>4} ops {found['kind']:>4}"]
+    parts = [f"{result['model']:<12}{result['operators']:>4} ops {result['kind']:>4}"]
     for who in ("ours", *RIVALS):
-        each = found[who]
-        added = "-" if each["added"] is None else f"{each['added'] / found['step']:.4f}"
+        each = result[who]
+        added = "-" if each["added"] is None else f"{each['added'] / result['step']:.4f}"
         parts.append(f"{who} {added:>7} in {each['seconds']:6.2f} s {each['status'].lower():<10}")
-    bound = found["ours"]["bound"]
-    parts.append(f"bound {'-' if bound is None else format(bound / found['step'], '.4f')}")
-    return "  ".join(parts) + "".join(f"  FEWER SECONDS: {rival}" for rival in worse(found))
+    bound = result["ours"]["bound"]
+    parts.append(f"bound {'-' if bound is None else format(bound / result['step'], '.4f')}")
+    return "  ".join(parts) + "".join(f"  FEWER SECONDS: {rival}" for rival in worse(result))
 
 
 def main() -> None:
@@ -110,17 +110,17 @@ def main() -> None:
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)), help="percent of the way down, see above")
     parser.add_argument("--quick", action="store_true", help="a second for each rival; nothing is written")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        name, percents, seconds = given.worker
+    options = parser.parse_args()
+    if options.worker:
+        name, percents, seconds = options.worker
         print(json.dumps(worker(name, tuple(map(int, percents.split(","))), float(seconds))))
         return
-    seconds = 1.0 if given.quick else given.seconds
-    for name in given.graphs:
-        rows = fresh(__file__, name, given.budgets, str(seconds), threads=1)
-        for found in rows:
-            print(line(found), flush=True)
-        if not given.quick:
+    seconds = 1.0 if options.quick else options.seconds
+    for name in options.graphs:
+        rows = fresh(__file__, name, options.budgets, str(seconds), threads=1)
+        for result in rows:
+            print(line(result), flush=True)
+        if not options.quick:
             save("retain_rivals", rows, __doc__ or "")
 
 

@@ -126,15 +126,15 @@ def planned(
         return search.run(graph_of(sizes, layers, row, mesh), parse_options(options))
 
 
-def saved_bytes(found: Planned) -> int:
+def saved_bytes(planned_graph: Planned) -> int:
     """Bytes of what forward makes and backward reads."""
-    return sum(storage.nbytes for storage in build_memory(found.graph).saved)
+    return sum(storage.nbytes for storage in build_memory(planned_graph.graph).saved)
 
 
-def seconds(found: Planned, ranks: int) -> float:
+def seconds(planned_graph: Planned, ranks: int) -> float:
     """Predicted seconds of forward and backward, reruns and collectives included."""
     with Mesh(tp=ranks).planned_for():
-        return step_seconds(found.graph, load_profile(profile=PROFILE))
+        return step_seconds(planned_graph.graph, load_profile(profile=PROFILE))
 
 
 def sizes_of(name: str) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def by_hand(name: str, ranks: int, rows: Sequence[Row]) -> Iterator[dict[str, An
     for row in rows:
         two, three = (planned(sizes, layers, row, ranks) for layers in (2, 3))
         saved = saved_bytes(three) - saved_bytes(two)
-        sent = [traffic(found.graph, TP, ranks).sent for found in (two, three)]
+        sent = [traffic(planned_graph.graph, TP, ranks).sent for planned_graph in (two, three)]
         yield {
             "model": name,
             "kind": f"t={ranks} {row.name}",
@@ -194,16 +194,16 @@ def by_solver(name: str, ranks: int, layers: int) -> Iterator[dict[str, Any]]:
 def _found(sizes: dict[str, Any], layers: int, row: Row, ranks: int, budget: int) -> dict[str, Any]:
     """What the solver finds within ``budget`` bytes; what its lowest plan needs where it finds none."""
     try:
-        found = planned(sizes, layers, row, ranks, budget)
+        budgeted = planned(sizes, layers, row, ranks, budget)
     except BudgetError as error:
         if error.plan is None:
             raise
         return {"needed": error.plan.needed_bytes, "refused": True}
     free = planned(sizes, layers, row, ranks)
     return {
-        "needed": found.plan.needed_bytes,
+        "needed": budgeted.plan.needed_bytes,
         "refused": False,
-        "ms": 1e3 * seconds(found, ranks),
+        "ms": 1e3 * seconds(budgeted, ranks),
         "free_ms": 1e3 * seconds(free, ranks),
     }
 

@@ -119,11 +119,11 @@ def planned(sizes: dict[str, Any], layers: int, row: Row, *, first: bool = False
         return search.run(graph, parse_options({"shard": row.shard, "profile": PROFILE}))
 
 
-def seconds(found: Planned, profile: DeviceProfile, *phases: Phase) -> Seconds:
+def seconds(planned_graph: Planned, profile: DeviceProfile, *phases: Phase) -> Seconds:
     """Predicted seconds of the operators of some phases of a planned graph; of all where none is named."""
     with Mesh(tp=RANKS).planned_for():
-        price = prices(found.graph, profile)
-    return sum(taken for name, taken in price.items() if not phases or found.graph.phase[name] in phases)
+        price = prices(planned_graph.graph, profile)
+    return sum(taken for name, taken in price.items() if not phases or planned_graph.graph.phase[name] in phases)
 
 
 def layer_seconds(shorter: Planned, longer: Planned, profile: DeviceProfile) -> tuple[Seconds, Seconds]:
@@ -253,8 +253,8 @@ def update_seconds(count: int, profile: DeviceProfile) -> Seconds:
     with torch.device("meta"):
         workload = Workload("update", _Flat(count), (torch.zeros(count),), lambda model, gradient: model(gradient))
     graph = capture(workload, clip_grad_norm=1.0, device=torch.device("cuda"))
-    found = search.run(graph, parse_options({"profile": PROFILE}))
-    return seconds(found, profile, Phase.UPDATE) + count * COPIED / profile.bandwidth
+    planned_update = search.run(graph, parse_options({"profile": PROFILE}))
+    return seconds(planned_update, profile, Phase.UPDATE) + count * COPIED / profile.bandwidth
 
 
 def rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -163,18 +163,18 @@ def _iterations(rows: Rows) -> list[str]:
 
 
 def _solver(rows: Rows) -> list[str]:
-    found = [row for row in rows if "budget" in row]
-    if not found:
+    budgeted = [row for row in rows if "budget" in row]
+    if not budgeted:
         return []
     lines = [
         "",
-        f"{found[0]['layers']} of these layers without any mark, with the peak of those that are marked by hand as "
+        f"{budgeted[0]['layers']} of these layers without any mark, with the peak of those that are marked by hand as "
         "their budget: predicted milliseconds of forward and backward, and those without a budget.",
         "",
         "| model, t | marked by hand | budget, GB | ms by hand | `shard` | ms by the solver | needs, GB | ms without |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in found:
+    for row in budgeted:
         ms = ["refused" if row["refused"] else f"{row['ms']:.1f}", f"{row['needed'] / 1e9:.3f}"]
         cells = [f"{row['model']}, {row['ranks']}", row["row"], f"{row['budget'] / 1e9:.3f}", f"{row['hand_ms']:.1f}"]
         free = "" if row["refused"] else f"{row['free_ms']:.1f}"
@@ -183,19 +183,19 @@ def _solver(rows: Rows) -> list[str]:
 
 
 def _exposed(rows: Rows) -> list[str]:
-    found = [row for row in rows if "exposed_ms" in row]
-    if not found:
+    exposed = [row for row in rows if "exposed_ms" in row]
+    if not exposed:
         return []
     lines = [
         "",
-        f"{found[0]['layers']} of these layers, their collectives split by pass overlap: milliseconds of collectives "
+        f"{exposed[0]['layers']} of these layers, their collectives split by pass overlap: milliseconds of collectives "
         "that no other operator hides, in forward and backward, their lower bound for any order, and peaks in GB. In "
         "program order each collective is waited for at once.",
         "",
         "| model, t | layer | ms, program order | ms exposed | share | bound | peak | reorder alone | program order |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in found:
+    for row in exposed:
         ms = [f"{row['program_ms']:.2f}", f"{row['exposed_ms']:.2f}", f"{row['exposed_ms'] / row['program_ms']:.0%}"]
         peaks = [f"{row[name] / 1e9:.3f}" for name in ("peak", "reorder_peak", "program_peak")]
         cells = (f"{row['model']}, {row['ranks']}", row["row"], *ms, f"{row['bound_ms']:.2f}", *peaks)

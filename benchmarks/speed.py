@@ -56,7 +56,7 @@ def worker(name: str, rounds: int) -> dict[str, Any]:
     return {
         "model": name,
         "rounds": rounds,
-        "seconds": {route: statistics.median(found) for route, found in times.items()},
+        "seconds": {route: statistics.median(durations) for route, durations in times.items()},
         "train_step / eager": _ratio(times, "train_step", "eager"),
         "train_step / aot_eager": _ratio(times, "train_step", "aot_eager"),
         "optimize / eager": _ratio(times, "optimize", "eager"),
@@ -89,13 +89,13 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--steps", type=int, help="rounds per model (21; more where single steps differ much)")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "ROUNDS"))
-    given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(worker(given.worker[0], int(given.worker[1]))))
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(worker(options.worker[0], int(options.worker[1]))))
         return
     rows = []
-    for name in given.models:
-        rows.append(fresh(__file__, name, str(given.steps or ROUNDS.get(name, 21))))
+    for name in options.models:
+        rows.append(fresh(__file__, name, str(options.steps or ROUNDS.get(name, 21))))
         print({key: value for key, value in rows[-1].items() if key != "seconds"}, flush=True)
     print(save("speed", rows, __doc__ or ""))
 

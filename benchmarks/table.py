@@ -156,7 +156,7 @@ def _groups(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _groups_row(row: dict[str, Any]) -> str:
-    peaks = {key: megabytes(found["measured"]) for key, found in row["peaks"].items()}
+    peaks = {key: megabytes(peak["measured"]) for key, peak in row["peaks"].items()}
     ours = " | ".join(f"{peaks[f'fused {kind}']} ({peaks[f'unfused {kind}']})" for kind in ("none", "light", "min"))
     return f"| {row['model']} | {len(row['groups'])} | {peaks['compile']} | {ours} | {row['exact / unfused']:.3f} |"
 
@@ -259,8 +259,8 @@ def _falling(rows: list[dict[str, Any]]) -> list[str]:
     """Peaks and times under one budget after another, each planned by itself."""
     if not rows:
         return []
-    found = {(row["model"], *row["kind"].split("@")): row for row in rows if "@" in row["kind"]}
-    routes = dict.fromkeys(key[:2] for key in found)
+    row_at = {(row["model"], *row["kind"].split("@")): row for row in rows if "@" in row["kind"]}
+    routes = dict.fromkeys(key[:2] for key in row_at)
     return [
         "",
         "Ten falling budgets, shares of what eager takes, each planned by itself: measured peak (MB) and measured step "
@@ -269,7 +269,7 @@ def _falling(rows: list[dict[str, Any]]) -> list[str]:
         f"| model | route | | {' | '.join(budget.FALLING)} |",
         "|---|---|---|" + "---|" * len(budget.FALLING),
         *(
-            f"| {model} | {route} | {what} | {' | '.join(cell(found[model, route, at]) for at in budget.FALLING)} |"
+            f"| {model} | {route} | {what} | {' | '.join(cell(row_at[model, route, at]) for at in budget.FALLING)} |"
             for model, route in routes
             for what, cell in (("peak", _falling_peak), ("time", _falling_time))
         ),
@@ -294,9 +294,9 @@ def _kept(rows: list[dict[str, Any]]) -> list[str]:
     """Measured peaks as shares of the budget."""
     if not rows:
         return []
-    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    by_route: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["model"], row["dtype"], row["kind"].split()[0]), []).append(row)
+        by_route.setdefault((row["model"], row["dtype"], row["kind"].split()[0]), []).append(row)
     return [
         "",
         "Whether budgets are kept: the measured peak as a share of `memory_budget`, a share of what eager takes. "
@@ -306,7 +306,7 @@ def _kept(rows: list[dict[str, Any]]) -> list[str]:
         "",
         f"| model | dtype | route | {' | '.join(kept.BUDGETS)} |",
         "|---|---|---|" + "---|" * len(kept.BUDGETS),
-        *(f"| {' | '.join((*name, *map(_kept_cell, cells)))} |" for name, cells in found.items()),
+        *(f"| {' | '.join((*name, *map(_kept_cell, cells)))} |" for name, cells in by_route.items()),
     ]
 
 
@@ -314,9 +314,9 @@ def _collectives(rows: list[dict[str, Any]]) -> list[str]:
     """Gradients of several ranks against those of one."""
     if not rows:
         return []
-    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    by_way: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault((str(row["ranks"]), row["split"], row["way"]), []).append(row)
+        by_way.setdefault((str(row["ranks"]), row["split"], row["way"]), []).append(row)
     models = ", ".join(dict.fromkeys(row["model"] for row in rows))
     budgets = ", ".join(dict.fromkeys(row["budget"] for row in rows))
     return [
@@ -327,7 +327,7 @@ def _collectives(rows: list[dict[str, Any]]) -> list[str]:
         "",
         "| ranks | split | way | plans | refused | passes | worst | eager's | eager's bits | faults |",
         "|---|---|---|---|---|---|---|---|---|---|",
-        *(f"| {' | '.join((*name, *_collective_cells(group)))} |" for name, group in sorted(found.items())),
+        *(f"| {' | '.join((*name, *_collective_cells(group)))} |" for name, group in sorted(by_way.items())),
     ]
 
 
@@ -352,9 +352,9 @@ def _planning(rows: list[dict[str, Any]]) -> list[str]:
     """What plans add, how far that can be from the least, and what making them takes."""
     if not rows:
         return []
-    found: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    by_route: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["model"], row["kind"].split()[0], row["operators"]), []).append(row)
+        by_route.setdefault((row["model"], row["kind"].split()[0], row["operators"]), []).append(row)
     lines = [
         "",
         "Planning under a budget, from graphs alone: predicted added time, in brackets the gap (predicted step time "
@@ -363,7 +363,7 @@ def _planning(rows: list[dict[str, Any]]) -> list[str]:
         "",
         f"| model | route | operators | {' | '.join(planning.BUDGETS)} |",
         "|---|---|---|" + "---|" * len(planning.BUDGETS),
-        *(f"| {' | '.join((*map(str, key), *map(_planning_cell, cells)))} |" for key, cells in found.items()),
+        *(f"| {' | '.join((*map(str, key), *map(_planning_cell, cells)))} |" for key, cells in by_route.items()),
     ]
     for row in rows:
         if "torch" in row:

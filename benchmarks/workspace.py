@@ -67,8 +67,8 @@ def operators_worker(dtype: str, threads: int) -> list[dict[str, Any]]:
     for layout, cases in CASES.items():
         for name, (function, makers) in cases.items():
             mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-            given = [mode.from_tensor(make(getattr(torch, dtype))) for make in makers]
-            calls = operators(compat.trace(function, given, mode).graph)
+            arguments = [mode.from_tensor(make(getattr(torch, dtype))) for make in makers]
+            calls = operators(compat.trace(function, arguments, mode).graph)
             node = next(node for node in reversed(calls) if getattr(node.target, "_schema", None) is not None)
             row = {"operator": name, "arguments": layout, "count": 1}
             rows.append(
@@ -92,14 +92,14 @@ def _measured(node: Any, heap: Heap, rounds: int = 2) -> int:
     fakes = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     args, kwargs = tree_map(lambda value: _real(value) if isinstance(value, torch.Tensor) else value, fakes)
     node.target(*args, **kwargs)
-    found = []
+    workspaces = []
     for _ in range(rounds):
         before = heap.live()
         heap.reset()
         result = node.target(*args, **kwargs)
-        found.append(heap.peak() - max(before, heap.live()))
+        workspaces.append(heap.peak() - max(before, heap.live()))
         del result
-    return min(found)
+    return min(workspaces)
 
 
 def _real(fake: Any) -> Any:
@@ -115,9 +115,9 @@ def _real(fake: Any) -> Any:
     return flat.as_strided(tuple(fake.shape), tuple(fake.stride()), fake.storage_offset())
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    yield f"{found['model']} {found['dtype']}, {found['kind']}"
-    yield from map(_line, found["operators"])
+def _lines(row: dict[str, Any]) -> Iterator[str]:
+    yield f"{row['model']} {row['dtype']}, {row['kind']}"
+    yield from map(_line, row["operators"])
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -136,21 +136,21 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    how = given.dtype, given.threads
-    if given.worker:
-        print(json.dumps(operators_worker(*how) if given.operators else worker(*given.models, *how)))
+    options = parser.parse_args()
+    how = options.dtype, options.threads
+    if options.worker:
+        print(json.dumps(operators_worker(*how) if options.operators else worker(*options.models, *how)))
         return
-    asked = (f"--dtype={given.dtype}", f"--threads={given.threads}")
-    if given.operators:
-        rows = fresh(__file__, "--operators", *asked, count_heap=True, threads=given.threads)
+    asked = (f"--dtype={options.dtype}", f"--threads={options.threads}")
+    if options.operators:
+        rows = fresh(__file__, "--operators", *asked, count_heap=True, threads=options.threads)
         off = [row for row in rows if abs(row["estimated"] - row["measured"]) > NEAR]
         print("\n".join(map(_line, sorted(off, key=lambda row: row["estimated"] - row["measured"]))))
         print(f"{len(rows)} calls, {len(off)} of them off by more than {NEAR >> 10} KiB")
         return
     rows = []
-    for name in given.models:
-        rows.append(fresh(__file__, name, *asked, count_heap=True, threads=given.threads))
+    for name in options.models:
+        rows.append(fresh(__file__, name, *asked, count_heap=True, threads=options.threads))
         print("\n".join(_lines(rows[-1])), flush=True)
     save("workspace", rows, __doc__ or "")
 

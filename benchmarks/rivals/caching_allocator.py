@@ -102,10 +102,10 @@ class CachingAllocator:
 
     def _best_fit(self, pool: Pool, size: Bytes) -> Block | None:
         place = bisect.bisect_left(pool.ordered, (size, -1))
-        found = [pool.at[address] for _, address in pool.ordered[place : place + 2]]
-        if self.expandable and len(found) == 2 and found[0] is pool.last:
-            return found[1]
-        return found[0] if found else None
+        fitting = [pool.at[address] for _, address in pool.ordered[place : place + 2]]
+        if self.expandable and len(fitting) == 2 and fitting[0] is pool.last:
+            return fitting[1]
+        return fitting[0] if fitting else None
 
     def _segment(self, pool: Pool, size: Bytes) -> Block:
         block = Block(self.reserved, segment_bytes(size), pool)

@@ -25,15 +25,15 @@ def order(problem: OrderProblem) -> IntArray:
     schedule = _Schedule(problem)
     heap = [(schedule.left_behind(op), op) for op in range(problem.num_ops) if not schedule.waits[op]]
     heapq.heapify(heap)
-    found: list[int] = []
+    sequence: list[int] = []
     while heap:
         left, op = heapq.heappop(heap)
         if schedule.done[op] or left != schedule.left_behind(op):
             continue  # an older entry; one with the present number is in the heap too
-        found.append(op)
+        sequence.append(op)
         for changed in schedule.run(op):
             heapq.heappush(heap, (schedule.left_behind(changed), changed))
-    return np.array(found, dtype=np.int32)
+    return np.array(sequence, dtype=np.int32)
 
 
 class _Schedule:
@@ -55,8 +55,8 @@ class _Schedule:
 
     def left_behind(self, op: int) -> int:
         """Bytes that running ``op`` now adds for good."""
-        made = sum(self.size[buffer] for buffer in self.writes[op] if self.unread[buffer])
-        return made - sum(self.size[buffer] for buffer in self.reads[op] if self.unread[buffer] == 1)
+        allocated = sum(self.size[buffer] for buffer in self.writes[op] if self.unread[buffer])
+        return allocated - sum(self.size[buffer] for buffer in self.reads[op] if self.unread[buffer] == 1)
 
     def run(self, op: int) -> list[int]:
         """Run ``op``; the ready operators whose numbers may have changed."""

@@ -43,12 +43,12 @@ class _Program:
     room: Any
     cost: Any
 
-    def hint(self, known: Mapping[int, int]) -> None:
+    def hint(self, values: Mapping[int, int]) -> None:
         """Begin with these values, by number of the variable."""
         self.model.clear_hints()
         for variable in self.variables():
-            if variable.index in known:
-                self.model.add_hint(variable, known[variable.index])
+            if variable.index in values:
+                self.model.add_hint(variable, values[variable.index])
 
     def variables(self) -> list[Any]:
         """Each once: constants are shared."""
@@ -71,13 +71,13 @@ def rerun(graph: Graph, budget: int, seconds: float) -> tuple[list[tuple[int, in
     unit = _unit(graph)
     if status not in ("OPTIMAL", "FEASIBLE") or solver.value(program.room) > budget // unit:
         return None, "INFEASIBLE" if status in ("OPTIMAL", "INFEASIBLE") else "UNKNOWN"
-    known = {variable.index: solver.value(variable) for variable in program.variables()}
-    program.hint(known)
+    values = {variable.index: solver.value(variable) for variable in program.variables()}
+    program.hint(values)
     program.model.add(program.room <= budget // unit)
     program.model.minimize(program.cost)
     solver, status = _solve(program, begun + seconds)
     if status not in ("OPTIMAL", "FEASIBLE"):  # no time for the second phase
-        return _runs(graph, program, known), "FEASIBLE"
+        return _runs(graph, program, values), "FEASIBLE"
     return _runs(graph, program, {variable.index: solver.value(variable) for variable in program.variables()}), status
 
 
@@ -152,12 +152,12 @@ def _solve(program: _Program, until: float) -> tuple[Any, str]:
     return solver, solver.status_name(solver.solve(program.model))
 
 
-def _runs(graph: Graph, program: _Program, known: Mapping[int, int]) -> list[tuple[int, int]]:
+def _runs(graph: Graph, program: _Program, values: Mapping[int, int]) -> list[tuple[int, int]]:
     """The reruns of an answer, given by number of the variable."""
     stage_of = {event(stage, op): stage for op in range(len(graph.size)) for stage in range(op, len(graph.size))}
     return [
-        (stage_of[known[start.index]], op)
+        (stage_of[values[start.index]], op)
         for op, rows in enumerate(zip(program.active, program.start, strict=True))
         for again, start in list(zip(*rows, strict=True))[1:]
-        if known[again.index]
+        if values[again.index]
     ]

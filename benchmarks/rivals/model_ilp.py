@@ -82,51 +82,51 @@ def instance(problem: OrderProblem) -> Instance:
 
 def order(problem: OrderProblem, seconds: float) -> tuple[IntArray | None, str]:
     """The order (None if none was found in time) and CP-SAT's status; operators of one step in program order."""
-    given = instance(problem)
+    graph = instance(problem)
     model = cp_model.CpModel()
-    earliest, latest, _ = given.windows
-    generate = [{t: model.new_bool_var("") for t in range(earliest[op], latest[op] + 1)} for op in range(given.num_ops)]
+    earliest, latest, _ = graph.windows
+    generate = [{t: model.new_bool_var("") for t in range(earliest[op], latest[op] + 1)} for op in range(graph.num_ops)]
     for choices in generate:
         model.add_exactly_one(choices.values())
-    _minimise_peak(model, given, generate, _preserve(model, given, generate))
+    _minimise_peak(model, graph, generate, _preserve(model, graph, generate))
     solver, status = _solve(model, seconds, ORDER_GAP)
     if status not in ("OPTIMAL", "FEASIBLE"):
         return None, status
     step = [next(t for t, chosen in choices.items() if solver.value(chosen)) for choices in generate]
-    return np.lexsort((np.arange(given.num_ops), step)).astype(np.int32), status
+    return np.lexsort((np.arange(graph.num_ops), step)).astype(np.int32), status
 
 
-def _preserve(model: Any, given: Instance, generate: list[dict[int, Any]]) -> list[dict[int, Any]]:
+def _preserve(model: Any, graph: Instance, generate: list[dict[int, Any]]) -> list[dict[int, Any]]:
     """P[e,t] with the constraints that tie it to G."""
-    _, latest, steps = given.windows
-    found = []
-    for tensor in given.tensors:
-        made = generate[tensor.producer]
+    _, latest, steps = graph.windows
+    preserve = []
+    for tensor in graph.tensors:
+        produced = generate[tensor.producer]
         end = steps - 1 if tensor.kept else max((latest[op] for op in tensor.readers), default=-1)
-        keep = {t: model.new_bool_var("") for t in range(min(made) + 1, end + 1)}
+        keep = {t: model.new_bool_var("") for t in range(min(produced) + 1, end + 1)}
         for t, kept in keep.items():
-            if t in made:
-                model.add_at_most_one(kept, made[t])
+            if t in produced:
+                model.add_at_most_one(kept, produced[t])
             model.add_bool_or(
-                *[~kept], *(from_[t - 1] for from_ in (keep, made) if t - 1 in from_)
-            )  # kept <= kept before + made before
+                *[~kept], *(from_[t - 1] for from_ in (keep, produced) if t - 1 in from_)
+            )  # kept <= kept before + produced before
         for reader in tensor.readers:
             for t, runs in generate[reader].items():
                 model.add_implication(runs, keep[t])
         if tensor.kept:
-            model.add_bool_or(*(from_[steps - 1] for from_ in (keep, made) if steps - 1 in from_))
-        found.append(keep)
-    return found
+            model.add_bool_or(*(from_[steps - 1] for from_ in (keep, produced) if steps - 1 in from_))
+        preserve.append(keep)
+    return preserve
 
 
-def _minimise_peak(model: Any, given: Instance, generate: list[dict[int, Any]], preserve: list[dict[int, Any]]) -> None:
+def _minimise_peak(model: Any, graph: Instance, generate: list[dict[int, Any]], preserve: list[dict[int, Any]]) -> None:
     """The objective; sizes are divided by what divides them all."""
-    unit = math.gcd(*(tensor.size for tensor in given.tensors)) or 1
-    peak = model.new_int_var(0, sum(tensor.size for tensor in given.tensors) // unit, "peak")
-    for t in range(given.windows[2]):
+    unit = math.gcd(*(tensor.size for tensor in graph.tensors)) or 1
+    peak = model.new_int_var(0, sum(tensor.size for tensor in graph.tensors) // unit, "peak")
+    for t in range(graph.windows[2]):
         terms = [
             (tensor.size // unit) * from_[t]
-            for tensor, keep in zip(given.tensors, preserve, strict=True)
+            for tensor, keep in zip(graph.tensors, preserve, strict=True)
             for from_ in (keep, generate[tensor.producer])
             if tensor.size and t in from_
         ]
@@ -159,23 +159,23 @@ def layout(problem: LayoutProblem, seconds: float) -> tuple[LongArray | None, st
     solver, status = _solve(model, seconds, LAYOUT_GAP)
     if status not in ("OPTIMAL", "FEASIBLE"):
         return None, status
-    found = np.zeros(problem.num_storages, dtype=np.int64)
+    offset_bytes = np.zeros(problem.num_storages, dtype=np.int64)
     for row in rows:
-        found[row] = fixed[row] if row in fixed else unit * solver.value(offset[row])
-    return found, status
+        offset_bytes[row] = fixed[row] if row in fixed else unit * solver.value(offset[row])
+    return offset_bytes, status
 
 
 def pyramid(problem: LayoutProblem) -> dict[int, int]:
     """Storages that are stacked at the bottom, each living within the life of the one below: row to offset."""
     size = padded(problem)
     life = problem.dead.astype(np.int64) - problem.born
-    found: dict[int, int] = {}
+    offsets: dict[int, int] = {}
     first, end, height = 0, int(problem.dead.max(initial=0)), 0
     for row in np.lexsort((problem.born, -size, -life)).tolist():
         if size[row] and first <= problem.born[row] and problem.dead[row] <= end:
-            found[row] = height
+            offsets[row] = height
             first, end, height = int(problem.born[row]), int(problem.dead[row]), height + int(size[row])
-    return found
+    return offsets
 
 
 def meetings(problem: LayoutProblem) -> int:

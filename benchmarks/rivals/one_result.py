@@ -35,11 +35,11 @@ class Graph:
     @property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """Per result, who reads it."""
-        found: list[list[int]] = [[] for _ in self.size]
+        readers: list[list[int]] = [[] for _ in self.size]
         for op, row in enumerate(self.reads):
             for result in row:
-                found[result].append(op)
-        return tuple(map(tuple, found))
+                readers[result].append(op)
+        return tuple(map(tuple, readers))
 
 
 def one_result(problem: RetainProblem) -> RetainProblem:
@@ -99,8 +99,8 @@ def judged(problem: RetainProblem, budget: int, runs: Iterable[tuple[int, int]])
         raise ValueError(report.detail)
     peak = int(report.items[1])
     status = Status.GAP if seconds else Status.OPTIMAL
-    found = RetainSolution(reruns, peak, seconds, 0.0, peak, status, 0)
-    report = validate(problem, budget, found)
+    solution = RetainSolution(reruns, peak, seconds, 0.0, peak, status, 0)
+    report = validate(problem, budget, solution)
     if not report.good:
         raise ValueError(report.detail)
-    return found
+    return solution

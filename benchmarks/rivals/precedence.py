@@ -35,8 +35,8 @@ def ordering_pairs(problem: OrderProblem) -> list[tuple[int, int]]:
 def _ends(problem: OrderProblem, neighbours: list[list[int]]) -> dict[int, list[int]]:
     """Per stage the operators that have no neighbour in it."""
     stage = problem.stage.tolist()
-    found: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
     for op, others in enumerate(neighbours):
         if all(stage[other] != stage[op] for other in others):
-            found.setdefault(stage[op], []).append(op)
-    return found
+            ends.setdefault(stage[op], []).append(op)
+    return ends

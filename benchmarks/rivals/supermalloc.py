@@ -21,12 +21,12 @@ def layout(problem: LayoutProblem, seconds: float = 3.0) -> LongArray:
     Allocation, Allocator = _omnimalloc()
     size = padded(problem)
     rows = np.flatnonzero(size)
-    given = tuple(
+    allocations = tuple(
         Allocation(id=int(row), size=int(size[row]), start=int(problem.born[row]), end=int(problem.dead[row]))
         for row in rows
     )
     offset = np.zeros(problem.num_storages, dtype=np.int64)
-    for placed in Allocator(timeout=seconds, num_threads=1).solve(given).allocations:
+    for placed in Allocator(timeout=seconds, num_threads=1).solve(allocations).allocations:
         offset[placed.id] = placed.offset
     return offset
 

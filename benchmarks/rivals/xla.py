@@ -60,8 +60,8 @@ def temporary_bytes(name: str, batch: int, optimizer: str) -> Bytes:
     state = tuple([jax.ShapeDtypeStruct(shape, "float32") for shape in weights] for _ in range(copies))
     images = jax.ShapeDtypeStruct((batch, 3, 224, 224), "float32")
     labels, key = jax.ShapeDtypeStruct((batch,), "int32"), jax.ShapeDtypeStruct((2,), "uint32")
-    found = jax.jit(step, donate_argnums=0).lower(state, images, labels, key).compile().memory_analysis()
-    return int(found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes)
+    analysis = jax.jit(step, donate_argnums=0).lower(state, images, labels, key).compile().memory_analysis()
+    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
 def _step(jax: Any, layers: Sequence[Layer], optimizer: str) -> tuple[Callable[..., Any], list[tuple[int, ...]]]:
