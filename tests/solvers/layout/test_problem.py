@@ -94,6 +94,6 @@ def test_bound_is_the_fullest_step(problem: LayoutProblem) -> None:
     rows = list(zip(room(problem), problem.born.tolist(), problem.dead.tolist(), strict=True))
     steps = range(max((dead for _, _, dead in rows), default=0))
     counted = [sum(size for size, born, dead in rows if born <= step < dead) for step in steps]
-    known = dict(zip(*(column.tolist() for column in live_bytes(problem)), strict=True))
-    assert all(counted[step] == live for step, live in known.items() if step < len(counted))
+    live_at = dict(zip(*(column.tolist() for column in live_bytes(problem)), strict=True))
+    assert all(counted[step] == live for step, live in live_at.items() if step < len(counted))
     assert lower_bound(problem) == max(counted, default=0)

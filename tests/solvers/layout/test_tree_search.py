@@ -23,20 +23,20 @@ def stacked(problem: LayoutProblem) -> np.ndarray:
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(problems(most_storages=6, most_steps=6))
 def test_search_finds_and_proves_the_lowest_arena(problem: LayoutProblem) -> None:
-    found = tree_search(problem, stacked(problem), lower_bound(problem), 100_000)
-    assert found.proved
-    assert is_valid(problem, found.offset.tolist())
-    assert arena_bytes(problem, found.offset) == lowest_arena(problem)
+    result = tree_search(problem, stacked(problem), lower_bound(problem), 100_000)
+    assert result.proved
+    assert is_valid(problem, result.offset.tolist())
+    assert arena_bytes(problem, result.offset) == lowest_arena(problem)
 
 
 @PROPERTY
 @given(problems(), st.integers(0, 60))
 def test_stopped_search_is_valid_and_keeps_its_limit(problem: LayoutProblem, node_limit: int) -> None:
     before = first_fit(problem, by_birth(problem))
-    found = tree_search(problem, before, lower_bound(problem), node_limit)
-    assert found.nodes <= node_limit
-    assert is_valid(problem, found.offset.tolist())
-    assert arena_bytes(problem, found.offset) <= arena_bytes(problem, before)
+    result = tree_search(problem, before, lower_bound(problem), node_limit)
+    assert result.nodes <= node_limit
+    assert is_valid(problem, result.offset.tolist())
+    assert arena_bytes(problem, result.offset) <= arena_bytes(problem, before)
 
 
 # Every step but a few is full, and still no layout is as low as the peak: (size, born, dead), bound, lowest arena.
@@ -60,19 +60,19 @@ def from_rows(rows: list[tuple[int, int, int]], alignment: int) -> LayoutProblem
 @pytest.mark.parametrize("alignment", [1, 64])
 def test_search_proves_that_the_bound_cannot_be_met(rows, bound, lowest, alignment) -> None:
     problem = from_rows(rows, alignment)
-    found = tree_search(problem, stacked(problem), lower_bound(problem), 100_000)
+    result = tree_search(problem, stacked(problem), lower_bound(problem), 100_000)
     assert lower_bound(problem) == bound * alignment
     assert lowest_arena(problem) == lowest * alignment
-    assert arena_bytes(problem, found.offset) == lowest * alignment
-    assert found.proved
+    assert arena_bytes(problem, result.offset) == lowest * alignment
+    assert result.proved
 
 
 def test_one_proved_piece_proves_the_arena() -> None:
     rows = ABOVE_BOUND[0][0]
     twice = from_rows([*rows, *((size, born + 9, dead + 9) for size, born, dead in rows)], 1)
-    found = tree_search(twice, stacked(twice), lower_bound(twice), 100_000)
-    assert arena_bytes(twice, found.offset) == 5
-    assert found.proved
+    result = tree_search(twice, stacked(twice), lower_bound(twice), 100_000)
+    assert arena_bytes(twice, result.offset) == 5
+    assert result.proved
 
 
 def test_pieces_are_cut_where_nothing_lives() -> None:
@@ -84,10 +84,10 @@ def test_pieces_are_cut_where_nothing_lives() -> None:
 def test_only_pieces_above_the_target_are_searched() -> None:
     problem = make_problem([8] * 5, [0, 1, 10, 10, 11], [2, 3, 12, 11, 12], 8)
     incumbent = np.array([0, 8, 0, 8, 16])
-    found = tree_search(problem, incumbent, 16, 1000)
-    assert found.proved
-    assert found.offset[:2].tolist() == [0, 8]
-    assert 0 < found.nodes <= 3
+    result = tree_search(problem, incumbent, 16, 1000)
+    assert result.proved
+    assert result.offset[:2].tolist() == [0, 8]
+    assert 0 < result.nodes <= 3
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
@@ -96,10 +96,10 @@ def test_search_minds_alignments_of_storages(plain: LayoutProblem, data: st.Data
     own = [data.draw(st.sampled_from([1, 3, 16])) for _ in range(plain.num_storages)]
     problem = make_problem(plain.size, plain.born, plain.dead, plain.alignment, own_alignment=own)
     before = first_fit(problem, by_birth(problem))
-    found = tree_search(problem, before, lower_bound(problem), 100_000)
-    assert found.proved
-    assert is_valid(problem, found.offset.tolist())
-    assert arena_bytes(problem, found.offset) == lowest_arena(problem)
+    result = tree_search(problem, before, lower_bound(problem), 100_000)
+    assert result.proved
+    assert is_valid(problem, result.offset.tolist())
+    assert arena_bytes(problem, result.offset) == lowest_arena(problem)
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)
@@ -166,9 +166,9 @@ def test_a_clock_ends_the_search() -> None:
         asked.append(None)
         return len(asked) > 1
 
-    found = tree_search(problem, stacked(problem), lower_bound(problem), 100_000, late)
-    assert not found.proved
-    assert found.offset.tolist() == stacked(problem).tolist()
+    result = tree_search(problem, stacked(problem), lower_bound(problem), 100_000, late)
+    assert not result.proved
+    assert result.offset.tolist() == stacked(problem).tolist()
 
 
 def test_what_is_apart_in_time_does_not_multiply_the_work() -> None:

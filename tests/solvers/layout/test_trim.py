@@ -36,7 +36,7 @@ def test_a_trim_lasts_into_the_next_step() -> None:
 
 
 def test_a_full_arena_and_a_small_one_have_no_trims() -> None:
-    assert all(not found.ranges for found in trimmings(room([(0, 8, 0, 2)], [0, 5, 0]), TrimEffort()))
+    assert all(not choice.ranges for choice in trimmings(room([(0, 8, 0, 2)], [0, 5, 0]), TrimEffort()))
     assert len(list(trimmings(room([(0, 3, 0, 1)], [0, 3, 0]), TrimEffort()))) == 1
 
 
@@ -48,15 +48,15 @@ def test_random_choices_are_legal_and_what_they_say(seed: int) -> None:
     for _ in range(draw.randrange(1, 12)):
         born = draw.randrange(steps)
         rows.append((draw.randrange(12), draw.randrange(1, 6), born, draw.randrange(born + 1, steps + 1)))
-    given = room(rows, [draw.randrange(20) for _ in range(steps + 1)])
-    found = list(trimmings(given, TrimEffort()))
-    for choice in found:
-        top = given.arena_bytes - trimmed(choice.ranges, steps)
-        assert choice.total == int((top + given.outsides[0]).max()), seed
+    arena = room(rows, [draw.randrange(20) for _ in range(steps + 1)])
+    choices = list(trimmings(arena, TrimEffort()))
+    for choice in choices:
+        top = arena.arena_bytes - trimmed(choice.ranges, steps)
+        assert choice.total == int((top + arena.outsides[0]).max()), seed
         for gap in choice.ranges:
             moments = {(gap.first + i) % (steps + 1) for i in range(gap.length)}
             for offset, size, born, dead in rows:
                 apart = gap.high <= offset * LARGE or (offset + size) * LARGE <= gap.low
                 assert apart or moments.isdisjoint(range(born, dead)), f"seed {seed}: {gap}"
-    assert found[0] == untrimmed(given)
-    assert min(found, key=lambda choice: choice.total).total <= found[0].total
+    assert choices[0] == untrimmed(arena)
+    assert min(choices, key=lambda choice: choice.total).total <= choices[0].total

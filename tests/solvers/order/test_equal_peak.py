@@ -16,14 +16,14 @@ from tests.solvers.order.cases import PROPERTY, is_legal, problems, random_layer
 def test_every_order_is_legal_and_has_no_higher_peak(problem: OrderProblem) -> None:
     start = solve(problem, pieces=NO_PIECES).order
     peak = peak_bytes(problem, start)
-    found = list(equal_peaks(problem, start))
-    for other in found:
+    others = list(equal_peaks(problem, start))
+    for other in others:
         assert is_legal(problem, other.order.tolist()), other.name
         assert peak_bytes(problem, other.order) == other.peak_bytes <= peak, other.name
-    different = {tuple(other.order.tolist()) for other in found} | {tuple(start.tolist())}
-    assert len(different) == len(found) + 1
+    different = {tuple(other.order.tolist()) for other in others} | {tuple(start.tolist())}
+    assert len(different) == len(others) + 1
     again = [(other.name, other.order.tolist()) for other in equal_peaks(problem, start)]
-    assert again == [(other.name, other.order.tolist()) for other in found]
+    assert again == [(other.name, other.order.tolist()) for other in others]
 
 
 @PROPERTY

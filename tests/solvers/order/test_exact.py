@@ -21,10 +21,10 @@ DIRECTIONS = {"forward": forward_flow, "backward": backward_flow}
 def test_search_decides_every_capacity(direction: str, problem: OrderProblem) -> None:
     best = best_peak(problem)
     flow = DIRECTIONS[direction](problem)
-    found = search_within(flow, best, 10**6)
-    assert found.order is not None
-    assert is_legal(problem, found.order.tolist())
-    assert peak_bytes(problem, found.order) == best
+    answer = search_within(flow, best, 10**6)
+    assert answer.order is not None
+    assert is_legal(problem, answer.order.tolist())
+    assert peak_bytes(problem, answer.order) == best
     below = search_within(flow, best - 1, 10**6)
     assert below.order is None
     assert below.proved_bytes == best
@@ -54,18 +54,18 @@ def test_search_keeps_to_its_limit(limit: int) -> None:
 @given(problems(most_ops=9, stages=1))
 def test_narrow_closes_every_small_gap(problem: OrderProblem) -> None:
     program = np.arange(problem.num_ops, dtype=np.int32)
-    found = narrow(problem, Bracket(program, peak_bytes(problem, program), 0), 10**6)
-    assert found.peak_bytes == found.bound_bytes == best_peak(problem) == peak_bytes(problem, found.order)
+    bracket = narrow(problem, Bracket(program, peak_bytes(problem, program), 0), 10**6)
+    assert bracket.peak_bytes == bracket.bound_bytes == best_peak(problem) == peak_bytes(problem, bracket.order)
 
 
 @pytest.mark.parametrize("limit", [1, 20_000, 200_000])
 def test_narrow_keeps_to_its_limit_and_what_it_returns_is_true(limit: int) -> None:
     problem = random_layers(100, 40)
     program = np.arange(problem.num_ops, dtype=np.int32)
-    found = narrow(problem, Bracket(program, peak_bytes(problem, program), 0), limit)
-    assert is_legal(problem, found.order.tolist())
-    assert found.bound_bytes <= found.peak_bytes == peak_bytes(problem, found.order)
-    assert found.work <= 2 * limit + 8 * problem.num_ops
+    bracket = narrow(problem, Bracket(program, peak_bytes(problem, program), 0), limit)
+    assert is_legal(problem, bracket.order.tolist())
+    assert bracket.bound_bytes <= bracket.peak_bytes == peak_bytes(problem, bracket.order)
+    assert bracket.work <= 2 * limit + 8 * problem.num_ops
 
 
 def test_a_closed_bracket_costs_nothing() -> None:
@@ -80,6 +80,6 @@ def test_search_goes_up_where_that_leads_down() -> None:
     # 0 frees nothing by itself, but 1 behind it frees what 2 would have to live with; 2 → 3 frees later
     buffers = [(10, 0, [2, 4], False), (4, 1, [2], False), (1, 2, [5], False), (12, 3, [5], False)]
     problem = make_problem([0] * 6, [(0, 1), (0, 3), (2, 4)], buffers)
-    found = search_within(forward_flow(problem), best_peak(problem), 10**4)
-    assert found.order is not None
-    assert found.order.tolist().index(4) < found.order.tolist().index(3)
+    answer = search_within(forward_flow(problem), best_peak(problem), 10**4)
+    assert answer.order is not None
+    assert answer.order.tolist().index(4) < answer.order.tolist().index(3)

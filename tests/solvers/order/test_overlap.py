@@ -83,25 +83,25 @@ def overlaps(draw: st.DrawFn) -> OverlapProblem:
 
 
 def judged(problem: OverlapProblem) -> OverlapSolution:
-    found = overlap(problem)
-    order = found.order.tolist()
+    solution = overlap(problem)
+    order = solution.order.tolist()
     assert is_legal(problem.operators, order)
-    assert found.exposed == pytest.approx(counted(problem, order))
-    live = live_bytes(problem.operators, found.order)
-    assert found.need_bytes == live.max(initial=0)
-    assert found.need_bytes <= problem.need_limit
-    assert found.live_bytes <= problem.live_limit
-    assert found.bound <= found.exposed + 1e-9
-    assert (found.status is Status.OPTIMAL) == (found.exposed <= found.bound + 1e-6)
-    return found
+    assert solution.exposed == pytest.approx(counted(problem, order))
+    live = live_bytes(problem.operators, solution.order)
+    assert solution.need_bytes == live.max(initial=0)
+    assert solution.need_bytes <= problem.need_limit
+    assert solution.live_bytes <= problem.live_limit
+    assert solution.bound <= solution.exposed + 1e-9
+    assert (solution.status is Status.OPTIMAL) == (solution.exposed <= solution.bound + 1e-6)
+    return solution
 
 
 @PROPERTY
 @given(overlaps())
 def test_the_order_is_legal_within_the_limits_and_no_worse(problem: OverlapProblem) -> None:
-    found = judged(problem)
-    assert found.exposed <= counted(problem, list(range(problem.operators.num_ops))) + 1e-9
-    assert overlap(problem).order.tolist() == found.order.tolist()
+    solution = judged(problem)
+    assert solution.exposed <= counted(problem, list(range(problem.operators.num_ops))) + 1e-9
+    assert overlap(problem).order.tolist() == solution.order.tolist()
 
 
 @PROPERTY
@@ -123,9 +123,9 @@ def test_a_wait_stands_behind_work_that_does_not_need_it() -> None:
     wait[1], channel[1] = 2, 0
     sent = np.array([0, 2.0, 0, 0, 0, 0])
     problem = OverlapProblem(operators, np.array([1.0, 0, 0, 1, 1, 1]), wait, channel, sent, MUCH, MUCH)
-    found = judged(problem)
-    assert found.order.tolist() == [0, 1, 3, 4, 2, 5]
-    assert (found.exposed, found.status) == (0.0, Status.OPTIMAL)
+    solution = judged(problem)
+    assert solution.order.tolist() == [0, 1, 3, 4, 2, 5]
+    assert (solution.exposed, solution.status) == (0.0, Status.OPTIMAL)
     tight = overlap(replace(problem, live_limit=9))  # 3 fits beside both buffers, 4 does not
     assert tight.order.tolist() == [0, 1, 3, 2, 4, 5]
     assert (tight.exposed, tight.live_bytes) == (1.0, 9)

@@ -91,9 +91,9 @@ def test_window_counts_every_byte(problem: OrderProblem, data: st.DataObject) ->
 @PROPERTY
 @given(problems(most_ops=8, stages=1))
 def test_every_order_has_the_narrow_points_at_their_places(problem: OrderProblem) -> None:
-    found = narrow_points(problem).tolist()
+    points = narrow_points(problem).tolist()
     fixed = [op for op in range(problem.num_ops) if comparable_to_all(problem, op)]
-    assert found == fixed
+    assert points == fixed
 
 
 def comparable_to_all(problem: OrderProblem, op: int) -> bool:
@@ -115,9 +115,9 @@ def comparable_to_all(problem: OrderProblem, op: int) -> bool:
 def test_segments_give_the_best_peak_of_the_whole(problem: OrderProblem) -> None:
     staged = one_stage(problem).problem
     program = program_of(staged)
-    found = narrow_by_segment(staged, Bracket(program, peak_bytes(staged, program), 0), 10**6)
-    assert is_legal(staged, found.order.tolist())
-    assert found.peak_bytes == found.bound_bytes == peak_bytes(staged, found.order) == best_peak(problem)
+    bracket = narrow_by_segment(staged, Bracket(program, peak_bytes(staged, program), 0), 10**6)
+    assert is_legal(staged, bracket.order.tolist())
+    assert bracket.peak_bytes == bracket.bound_bytes == peak_bytes(staged, bracket.order) == best_peak(problem)
 
 
 @PROPERTY
@@ -125,16 +125,16 @@ def test_segments_give_the_best_peak_of_the_whole(problem: OrderProblem) -> None
 def test_subgraphs_give_a_legal_order_with_no_higher_peak(problem: OrderProblem, leaf: int) -> None:
     order = lescea(problem)
     start = Bracket(order, peak_bytes(problem, order), 0)
-    found = improve_by_subgraphs(problem, start, 10**4, replace(EFFORT, leaf_ops=leaf))
-    assert is_legal(problem, found.order.tolist())
-    assert found.peak_bytes == peak_bytes(problem, found.order) <= start.peak_bytes
-    assert found.bound_bytes == 0
+    bracket = improve_by_subgraphs(problem, start, 10**4, replace(EFFORT, leaf_ops=leaf))
+    assert is_legal(problem, bracket.order.tolist())
+    assert bracket.peak_bytes == peak_bytes(problem, bracket.order) <= start.peak_bytes
+    assert bracket.bound_bytes == 0
 
 
 def test_subgraphs_lower_the_peak_where_the_whole_is_out_of_reach() -> None:
     problem = random_layers(300, 100)
     order = lescea(problem)
     start = Bracket(order, peak_bytes(problem, order), 0)
-    found = improve_by_subgraphs(problem, start, 200_000)
-    assert found.peak_bytes < 0.9 * start.peak_bytes
-    assert found.work <= 400_000
+    bracket = improve_by_subgraphs(problem, start, 200_000)
+    assert bracket.peak_bytes < 0.9 * start.peak_bytes
+    assert bracket.work <= 400_000

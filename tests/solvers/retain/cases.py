@@ -40,7 +40,7 @@ def in_flight(problem: RetainProblem, at: int, waiting: int) -> RetainProblem:
     order, sequence = problem.order, problem.sequence.tolist()
     number = {op: step + (step >= at) for step, op in enumerate(sequence)}
     workspace = [int(order.workspace[op]) for op in sequence]
-    made = make_problem(
+    split_order = make_problem(
         [0] * at + [1] + [2] * (len(sequence) - at),
         [(number[before], number[after]) for before, after in order.edges.tolist()],
         [
@@ -59,12 +59,12 @@ def in_flight(problem: RetainProblem, at: int, waiting: int) -> RetainProblem:
 
     expires = [int(end) + (int(end) > at) for end in problem.expires]
     return make_retain(
-        made,
-        range(made.num_ops),
+        split_order,
+        range(split_order.num_ops),
         by_step(problem.seconds.tolist(), 0.0),
         by_step(problem.repeatable.tolist(), False),
         problem.droppable,
-        by_step(expires, made.num_ops),
+        by_step(expires, split_order.num_ops),
         waiting=waiting,
         boundary=at if waiting else -1,
     )

@@ -74,12 +74,12 @@ def test_what_is_brought_back_in_vain_is_settled() -> None:
 @given(problems(), st.floats(0, 1))
 def test_annealing_only_saves_seconds(problem: RetainProblem, share: float) -> None:
     budget = int(peak_bytes(problem.order, problem.sequence) * share)
-    found = solve(problem, budget, work_limit=100_000)
-    assert validate(problem, budget, found).good
-    assert found == solve(problem, budget, work_limit=100_000)
+    annealed = solve(problem, budget, work_limit=100_000)
+    assert validate(problem, budget, annealed).good
+    assert annealed == solve(problem, budget, work_limit=100_000)
     plain = solve(problem, budget, work_limit=100_000, effort=NEVER_ANNEALED)
-    assert (found.status is Status.INFEASIBLE) == (plain.status is Status.INFEASIBLE)
-    assert found.status is Status.INFEASIBLE or found.seconds <= plain.seconds
+    assert (annealed.status is Status.INFEASIBLE) == (plain.status is Status.INFEASIBLE)
+    assert annealed.status is Status.INFEASIBLE or annealed.seconds <= plain.seconds
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -87,9 +87,9 @@ def test_answers_for_random_layers_are_legal_and_no_worse(seed: int) -> None:
     problem = layers(25, seed)
     least = solve(problem, 0).least_peak_bytes
     budget = least + (peak_bytes(problem.order, problem.sequence) - least) * 3 // 10
-    found = solve(problem, budget)
-    assert validate(problem, budget, found).good
-    assert found.seconds < solve(problem, budget, effort=NEVER_ANNEALED).seconds
+    annealed = solve(problem, budget)
+    assert validate(problem, budget, annealed).good
+    assert annealed.seconds < solve(problem, budget, effort=NEVER_ANNEALED).seconds
 
 
 def test_a_chain_is_as_it_was() -> None:
@@ -103,10 +103,10 @@ def test_a_chain_is_as_it_was() -> None:
 def test_reruns_become_decisions_that_make_the_same_reruns(problem: RetainProblem) -> None:
     full, search = peak_bytes(problem.order, problem.sequence), Search(problem)
     for percent in (90, 80, 70, 60):
-        found = solve(problem, full * percent // 100)
-        state = search.state(*decisions(problem, found.reruns, search.gaps, search.tables), 0)
-        assert list_reruns(problem, state.score.runs, search.room) == found.reruns
-        assert state.score.peak == found.peak_bytes
+        solution = solve(problem, full * percent // 100)
+        state = search.state(*decisions(problem, solution.reruns, search.gaps, search.tables), 0)
+        assert list_reruns(problem, state.score.runs, search.room) == solution.reruns
+        assert state.score.peak == solution.peak_bytes
 
 
 @PROPERTY
@@ -120,10 +120,10 @@ def test_every_walk_with_brings_is_counted_as_the_judge_counts(problem: RetainPr
         begin, end = int(search.gaps.begin[gap]), int(search.gaps.end[gap])
         choices = [(steps, 0), (0, 0), (0, steps), (0, bring_at(int(dice.integers(begin + 1, end)), steps))]
         state.release[gap], state.hold[gap] = choices[dice.integers(4)]
-    made = search.state(state.release, state.hold, 0)
-    if made.score.seconds < np.inf:
-        reruns = list_reruns(problem, made.score.runs, search.room)
-        status = Status.GAP if made.score.seconds else Status.OPTIMAL
-        claimed = RetainSolution(reruns, made.score.peak, made.score.seconds, 0.0, 0, status, 0)
-        report = validate(problem, made.score.peak, claimed)
+    simulated = search.state(state.release, state.hold, 0)
+    if simulated.score.seconds < np.inf:
+        reruns = list_reruns(problem, simulated.score.runs, search.room)
+        status = Status.GAP if simulated.score.seconds else Status.OPTIMAL
+        claimed = RetainSolution(reruns, simulated.score.peak, simulated.score.seconds, 0.0, 0, status, 0)
+        report = validate(problem, simulated.score.peak, claimed)
         assert report.good, report

@@ -49,11 +49,11 @@ def test_bound_is_near_for_training_graphs(seed: int) -> None:
 def test_bound_rises_as_the_budget_falls() -> None:
     problem = chain(8)
     full = peak_bytes(problem.order, problem.sequence)
-    found = [bound(problem, full * percent // 100) for percent in range(100, 4, -5)]
-    assert found == sorted(found)
-    assert found[0] == 0
-    assert found[5] > 0
-    assert found[-1] == math.inf
+    bounds = [bound(problem, full * percent // 100) for percent in range(100, 4, -5)]
+    assert bounds == sorted(bounds)
+    assert bounds[0] == 0
+    assert bounds[5] > 0
+    assert bounds[-1] == math.inf
 
 
 def test_bound_is_met_where_one_large_buffer_is_to_go() -> None:
@@ -122,9 +122,9 @@ def check_with_codes(problem: RetainProblem, share: float, dice: random.Random) 
     least = with_codes(problem, code, extra, budget, late)[0]
     for some in (0.3, 1.0):
         taken = [place for place in range(len(whole.offers)) if dice.random() < some]
-        found = solve(encoded(whole, taken).problem, budget, work_limit=100_000)
-        if found.status is not Status.INFEASIBLE:
-            assert found.seconds + math.fsum(whole.offers[place].seconds for place in taken) >= least * (1 - 1e-9)
+        solution = solve(encoded(whole, taken).problem, budget, work_limit=100_000)
+        if solution.status is not Status.INFEASIBLE:
+            assert solution.seconds + math.fsum(whole.offers[place].seconds for place in taken) >= least * (1 - 1e-9)
 
 
 def test_bound_is_the_price_of_the_form_where_that_is_cheaper() -> None:

@@ -55,23 +55,23 @@ def with_stand_ins(offer: Offer, dice: random.Random) -> Offer:
     if not shapes:
         return offer
     stand_in = Extra(Part.STAND_IN, min(shapes), offer.buffer, 0.0, 0, True, (), (Made(0, False),))
-    made = tuple((reader, 2) for reader in shapes) + tuple((reader, 1) for reader in late)
+    instead = tuple((reader, 2) for reader in shapes) + tuple((reader, 1) for reader in late)
     if late:
         encode, decode = offer.operators
         anchored = dataclasses.replace(decode, anchor=min(late))
-        return dataclasses.replace(offer, operators=(encode, anchored, stand_in), instead=made)
+        return dataclasses.replace(offer, operators=(encode, anchored, stand_in), instead=instead)
     return Offer(offer.buffer, 0, (stand_in,), tuple((reader, 0) for reader in shapes))
 
 
-def check(problem: RetainProblem, budget: int, found: RetainSolution) -> None:
-    added = sum(problem.offers[place].seconds for place in found.taken)
-    report = validate(encoded(problem, found.taken).problem, budget, found, added)
+def check(problem: RetainProblem, budget: int, solution: RetainSolution) -> None:
+    added = sum(problem.offers[place].seconds for place in solution.taken)
+    report = validate(encoded(problem, solution.taken).problem, budget, solution, added)
     assert report.good, report.detail
-    if found.status is Status.INFEASIBLE:
+    if solution.status is Status.INFEASIBLE:
         return
-    assert found.peak_bytes <= budget
+    assert solution.peak_bytes <= budget
     alone = solve(dataclasses.replace(problem, offers=()), budget)
-    assert alone.status is Status.INFEASIBLE or found.seconds <= alone.seconds * (1 + 1e-9) + 1e-12
+    assert alone.status is Status.INFEASIBLE or solution.seconds <= alone.seconds * (1 + 1e-9) + 1e-12
 
 
 @PROPERTY
@@ -96,9 +96,9 @@ def test_no_set_of_offers_is_below_the_bound(problem: RetainProblem, share: floa
     for count in range(min(len(whole.offers), 3) + 1):
         for taken in itertools.combinations(range(len(whole.offers)), count):
             if len({whole.offers[place].buffer for place in taken}) == count:
-                found = solve(encoded(whole, taken).problem, budget, work_limit=50_000)
-                seconds = found.seconds + sum(whole.offers[place].seconds for place in taken)
-                assert found.status is Status.INFEASIBLE or seconds >= least * (1 - 1e-9)
+                solution = solve(encoded(whole, taken).problem, budget, work_limit=50_000)
+                seconds = solution.seconds + sum(whole.offers[place].seconds for place in taken)
+                assert solution.status is Status.INFEASIBLE or seconds >= least * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -114,11 +114,11 @@ def test_offers_pay_in_training(seed: int) -> None:
     choice, better = Choice(whole), 0
     for percent in (90, 75, 60):
         budget = peak_bytes(problem.order, problem.sequence) * percent // 100
-        found, alone = choice.solve(budget), solve(problem, budget)
-        check(whole, budget, found)
-        better += found.seconds < alone.seconds or alone.status is Status.INFEASIBLE
+        solution, alone = choice.solve(budget), solve(problem, budget)
+        check(whole, budget, solution)
+        better += solution.seconds < alone.seconds or alone.status is Status.INFEASIBLE
         again = Choice(whole).solve(budget)
-        assert (again.taken, again.reruns) == (found.taken, found.reruns), "earlier budgets changed the answer"
+        assert (again.taken, again.reruns) == (solution.taken, solution.reruns), "earlier budgets changed the answer"
         choice.forget()
     assert better
     assert choice.lowest()[-1].peak_bytes <= solve(problem, 0).peak_bytes
@@ -164,14 +164,14 @@ def test_of_equal_offers_those_that_the_budget_needs_are_taken(budget: int, seco
     order = make_order([0] * 5, [(0, 2), (1, 2), (2, 3), (2, 4)], buffers, [0, 0, 200, 0, 0])
     offers = [smaller(0, 3), smaller(1, 4)]
     problem = make_problem(order, range(5), [1.0] * 5, [False] * 5, [False] * 2, offers=offers)
-    found = Choice(problem).solve(budget)
-    assert (found.peak_bytes, found.seconds, found.status) == (budget, seconds, Status.OPTIMAL)
+    solution = Choice(problem).solve(budget)
+    assert (solution.peak_bytes, solution.seconds, solution.status) == (budget, seconds, Status.OPTIMAL)
 
 
 def test_budget_that_nothing_can_keep_has_an_infinite_bound() -> None:
     problem = half_read()
-    found = Choice(problem).solve(1)
-    assert (found.status, found.bound_seconds) == (Status.INFEASIBLE, float("inf"))
+    solution = Choice(problem).solve(1)
+    assert (solution.status, solution.bound_seconds) == (Status.INFEASIBLE, float("inf"))
 
 
 def half_read() -> RetainProblem:
@@ -211,9 +211,9 @@ def test_no_form_waits_behind_the_last_reader_of_what_is_decoded() -> None:
     )
     offer = Offer(0, 90, coded, ((2, 1), (5, 2)))
     problem = make_problem(order, range(6), [5.0] * 6, [False] * 6, [False] * 6, offers=[offer])
-    found = Choice(problem).solve(203)
-    assert (found.peak_bytes, found.seconds, found.taken) == (201, 1.0, (0,))
-    assert found.bound_seconds <= 1.0
+    solution = Choice(problem).solve(203)
+    assert (solution.peak_bytes, solution.seconds, solution.taken) == (201, 1.0, (0,))
+    assert solution.bound_seconds <= 1.0
 
 
 def test_what_is_left_out_is_no_reader_of_another_offer() -> None:
@@ -248,9 +248,9 @@ def test_two_offers_of_one_buffer_are_refused() -> None:
 
 def test_seconds_of_offers_count() -> None:
     form = encoded(half_read(), (1,)).problem
-    found = solve(form, 10**6)
-    assert validate(form, 10**6, found, 1.0).verdict is RetainVerdict.WRONG_SECONDS
-    assert validate(form, 10**6, dataclasses.replace(found, seconds=1.0), 1.0).good
+    solution = solve(form, 10**6)
+    assert validate(form, 10**6, solution, 1.0).verdict is RetainVerdict.WRONG_SECONDS
+    assert validate(form, 10**6, dataclasses.replace(solution, seconds=1.0), 1.0).good
 
 
 @pytest.mark.parametrize(

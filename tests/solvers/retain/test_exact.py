@@ -30,7 +30,7 @@ def reads_of(problem: RetainProblem, op: int) -> list[int]:
 
 def choices(problem: RetainProblem) -> dict[tuple[int, int], list[int]]:
     """(buffer, number of reads before the gap) of every gap with a choice: what it may do."""
-    order, found = problem.order, {}
+    order, by_gap = problem.order, {}
     reading = [t for t, op in enumerate(problem.sequence.tolist()) if reads_of(problem, op)]
     step = {op: t for t, op in enumerate(problem.sequence.tolist())}
     for k, (lo, hi) in enumerate(itertools.pairwise(order.consumer_start.tolist())):
@@ -38,8 +38,8 @@ def choices(problem: RetainProblem) -> dict[tuple[int, int], list[int]]:
         for number, (begin, end) in enumerate(itertools.pairwise(times)):
             if problem.droppable[k] and order.size[k] > 0 and end > begin + 1:
                 brings = [BRING + t for t in reading if begin < t < end]
-                found[k, number] = [KEEP, DROP_ONCE, DROP_ALWAYS, *brings]
-    return found
+                by_gap[k, number] = [KEEP, DROP_ONCE, DROP_ALWAYS, *brings]
+    return by_gap
 
 
 def simulate(problem: RetainProblem, policy: dict[tuple[int, int], int]) -> tuple[float, int]:
@@ -118,9 +118,9 @@ def count_peak(
             if renewed != [-1] and versions[v][2] == now:
                 continue
             for reused in order.reusable[order.reusable_start[result] : order.reusable_start[result + 1]].tolist():
-                found = [w for w, row in enumerate(versions) if row[0] == reused and row[2] == now and row[1] < now]
-                if found and found[0] not in gone:
-                    gone.add(found[0])
+                dying = [w for w, row in enumerate(versions) if row[0] == reused and row[2] == now and row[1] < now]
+                if dying and dying[0] not in gone:
+                    gone.add(dying[0])
                     break
     live = [int(order.workspace[op]) for op, _ in runs]
     for v, (k, born, last) in enumerate(versions):
@@ -178,15 +178,15 @@ def test_small_graphs_are_solved_as_brute_force_does() -> None:
         full = peak_bytes(problem.order, problem.sequence)
         budget = max(full - dice.randint(1, 8), full // 2)
         seconds, peak = best(problem, budget)
-        found = exact(Search(problem), budget, brings=True).score
-        assert found.peak == peak
-        assert (found.seconds if found.peak <= budget else float("inf")) == seconds
+        score = exact(Search(problem), budget, brings=True).score
+        assert score.peak == peak
+        assert (score.seconds if score.peak <= budget else float("inf")) == seconds
         solution = solve(problem, budget)
         assert validate(problem, budget, solution).good
         if seconds < float("inf"):
             assert solution.seconds <= seconds
             assert solution.status is Status.OPTIMAL
             dropped += 1
-            brought += found.seconds < exact(Search(problem), budget, brings=False).score.seconds
+            brought += score.seconds < exact(Search(problem), budget, brings=False).score.seconds
     assert dropped > 100
     assert brought > 0

@@ -89,10 +89,10 @@ def test_codes_that_the_others_need_are_kept() -> None:
     whole = choice.solve(2**40)
     for percent in (80, 50):
         budget = whole.peak_bytes * percent // 100
-        found = choice.solve(budget)
-        form = choice.encoded(found.taken)
-        seconds = sum(problem.offers[place].seconds for place in found.taken)
-        assert validate(form.problem, budget, found, seconds).good
+        solution = choice.solve(budget)
+        form = choice.encoded(solution.taken)
+        seconds = sum(problem.offers[place].seconds for place in solution.taken)
+        assert validate(form.problem, budget, solution, seconds).good
         assert form.problem.waiting == 3
         assert form.problem.order.stage[form.problem.boundary] == 1
 

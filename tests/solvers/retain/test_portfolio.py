@@ -91,10 +91,10 @@ def test_a_budget_of_the_peak_needs_nothing(problem: RetainProblem) -> None:
 def test_lower_budgets_have_lower_peaks_and_more_seconds(seed: int) -> None:
     problem = layered(5, seed)
     budgets = [full_peak(problem) * percent // 100 for percent in (35, 100, 80, 60, 50, 45, 10)]
-    found = frontier(problem, budgets, work_limit=1_000_000)
-    for budget, solution in zip(budgets, found, strict=True):
+    solutions = frontier(problem, budgets, work_limit=1_000_000)
+    for budget, solution in zip(budgets, solutions, strict=True):
         check(problem, budget, solution)
-    rows = sorted(zip(budgets, found, strict=True), key=lambda row: -row[0])
+    rows = sorted(zip(budgets, solutions, strict=True), key=lambda row: -row[0])
     within = [row[1] for row in rows if row[1].status is not Status.INFEASIBLE]
     assert all(after.peak_bytes <= before.peak_bytes for (_, before), (_, after) in pairwise(rows))
     assert all(after.seconds >= before.seconds for before, after in pairwise(within))
@@ -103,15 +103,15 @@ def test_lower_budgets_have_lower_peaks_and_more_seconds(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_found_for_one_budget_serves_the_others(seed: int) -> None:
     problem = layered(5, seed)
-    known = Frontier(Ground(problem))
+    front = Frontier(Ground(problem))
     budgets = [full_peak(problem) * percent // 100 for percent in (70, 40, 55, 1)]
     for budget in budgets:
-        solution = known.solve(budget, work_limit=300_000)
+        solution = front.solve(budget, work_limit=300_000)
         check(problem, budget, solution)
-        for other in known.found:
+        for other in front.found:
             assert other.peak_bytes > budget or other.seconds >= solution.seconds
-        assert solution.status is Status.INFEASIBLE or known.bound(budget) <= solution.seconds
-    rising = [known.bound(budget) for budget in sorted(budgets, reverse=True)]
+        assert solution.status is Status.INFEASIBLE or front.bound(budget) <= solution.seconds
+    rising = [front.bound(budget) for budget in sorted(budgets, reverse=True)]
     assert rising == sorted(rising)
 
 

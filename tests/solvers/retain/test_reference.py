@@ -19,17 +19,17 @@ from tests.solvers.retain.cases import legal_sequence
 @given(order_problems(10, stages=1), st.integers(0, 1000))
 def test_it_is_legal_and_its_peak_no_higher(order: OrderProblem, seed: int) -> None:
     sequence = np.array(legal_sequence(order, random.Random(seed)), dtype=np.int32)
-    found = reference_order(order, sequence)
+    reference = reference_order(order, sequence)
     everything = [True] * order.num_ops, [False] * order.num_buffers
-    make_retain(order, found, [0.0] * order.num_ops, *everything)
-    assert peak_bytes(order, found) <= peak_bytes(order, sequence)
+    make_retain(order, reference, [0.0] * order.num_ops, *everything)
+    assert peak_bytes(order, reference) <= peak_bytes(order, sequence)
 
 
 @PROPERTY
 @given(order_problems(10))
 def test_stages_stay_in_their_sequence(order: OrderProblem) -> None:
-    found = reference_order(order, np.arange(order.num_ops, dtype=np.int32))
-    assert (np.diff(order.stage[found]) >= 0).all()
+    reference = reference_order(order, np.arange(order.num_ops, dtype=np.int32))
+    assert (np.diff(order.stage[reference]) >= 0).all()
 
 
 def test_updates_that_wait_no_longer_hide_a_budget() -> None:
