@@ -80,8 +80,8 @@ def function(rng: random.Random) -> Callable[..., Tensor]:
     kinds = ("unary", "unary", "binary", "binary", "binary", "along", "along", "view")
     steps = [(rng.choice(kinds), rng.random(), rng.random(), rng.random()) for _ in range(rng.randint(2, 6))]
 
-    def run(*given: Tensor) -> Tensor:
-        values = list(given)
+    def run(*inputs: Tensor) -> Tensor:
+        values = list(inputs)
         for kind, which, other, late in steps:
             x = values[-1] if late < 0.7 else values[int(late * 31) % len(values)]
             step: Any = STEPS[kind][int(which * len(STEPS[kind]))]
@@ -112,9 +112,9 @@ def random_case(seed: int) -> Case | None:
     """A group made of all operators of a random function; None if the function fails or has no rows to go through."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    run, given = function(rng), operands(rng)
+    run, inputs = function(rng), operands(rng)
     try:
-        graph = traced(run, *given).graph
+        graph = traced(run, *inputs).graph
     except (RuntimeError, IndexError, ValueError):  # shapes that do not go together
         return None
     graph.eliminate_dead_code()
@@ -127,7 +127,7 @@ def random_case(seed: int) -> Case | None:
     fit = all(ops.is_view(node.target) or blocks.fits(node, matrix) for node in nodes)
     misfit = Fused.misfit(nodes, matrix, 1) if fit else "an operator does not fit"
     values = _Values(fx.GraphModule({}, graph))
-    values.run(*given)
+    values.run(*inputs)
     try:
         group, read = fuse(nodes[-1], nodes)
         _ = group.text, group.block_rows(1)
@@ -145,5 +145,5 @@ class _Values(fx.Interpreter):
         self.of: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        self.of[n.name] = made = super().run_node(n)
-        return made
+        self.of[n.name] = value = super().run_node(n)
+        return value

@@ -77,15 +77,15 @@ def test_results_over_operands_pass_only_where_the_numbers_stay(seed: int) -> No
     if case is None or group is None or case.misfit:
         return
     places = [Place(at) for at, _ in enumerate(case.arguments)]
-    made = case.wanted
+    expected = case.wanted
     for at, argument in enumerate(case.arguments):
-        if (argument.shape, argument.dtype) != (made.shape, made.dtype) or not argument.is_contiguous():
+        if (argument.shape, argument.dtype) != (expected.shape, expected.dtype) or not argument.is_contiguous():
             continue
-        given = [tensor.clone() if number == at else tensor for number, tensor in enumerate(case.arguments)]
-        group.write(*given, out=given[at])
+        arguments = [tensor.clone() if number == at else tensor for number, tensor in enumerate(case.arguments)]
+        group.write(*arguments, out=arguments[at])
         passes = verdict_of(group, places, Place(at)) == ""
         assert at not in group.rule.overwrites or passes
-        assert not passes or torch.equal(given[at], made), f"argument {at}\n{group.text.source}"
+        assert not passes or torch.equal(arguments[at], expected), f"argument {at}\n{group.text.source}"
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
@@ -125,8 +125,8 @@ GROUPS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_groups_as_they_are_printed_pass(name: str) -> None:
-    run, given = GROUPS[name]
-    assert verdict_of(group_of(run, *given)) == ""
+    run, inputs = GROUPS[name]
+    assert verdict_of(group_of(run, *inputs)) == ""
 
 
 def planted(group: Fused, right: str, wrong: str) -> Fused:
@@ -248,17 +248,17 @@ FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(fault: str) -> None:
     name, right, wrong, verdict = FAULTS[fault]
-    run, given = GROUPS[name]
-    said = verdict_of(planted(group_of(run, *given), right, wrong))
+    run, inputs = GROUPS[name]
+    said = verdict_of(planted(group_of(run, *inputs), right, wrong))
     assert verdict.value in said
 
 
 def test_a_block_of_one_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch adds up one row in another order than several."""
-    run, given = GROUPS["gate"]
+    run, inputs = GROUPS["gate"]
     for rows in (1, 19):
         monkeypatch.setattr(Fused, "block_rows", lambda group, threads, rows=rows: rows)
-        assert Verdict.LONE_ROW.value in verdict_of(group_of(run, *given))
+        assert Verdict.LONE_ROW.value in verdict_of(group_of(run, *inputs))
 
 
 @pytest.mark.parametrize(
@@ -308,11 +308,11 @@ def before_the_mend(group: Fused) -> tuple[int, ...]:
     """The arguments over which a result was said to go, what all blocks read included."""
     last = group.nodes[-1]
     taken = {node for at, node in enumerate(last.args) if at not in ops.rule(last.target).overwrites}
-    made = blocks.only_tensor(last)
+    result = blocks.only_tensor(last)
     return tuple(
         at
         for at, node in enumerate(placeholders(group.body))
-        if node not in taken and fused.same_geometry(node.meta["val"], made)
+        if node not in taken and fused.same_geometry(node.meta["val"], result)
     )
 
 
@@ -332,9 +332,9 @@ def test_a_result_over_what_later_blocks_read_is_seen(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("far", "passes"), [(0, True), (4, False), (-4, False), (640, True), (-640, True)])
 def test_a_result_may_lie_over_an_operand_element_by_element_alone(far: int, passes: bool) -> None:
     """All of it in one block, where earlier blocks do not come in; 640 bytes are the whole operand."""
-    run, given = GROUPS["gate"]
+    run, inputs = GROUPS["gate"]
     places = [Place("grad"), Place("up"), Place("shared", 1000)]
-    said = verdict_of(group_of(run, *given), places, Place("shared", 1000 + far))
+    said = verdict_of(group_of(run, *inputs), places, Place("shared", 1000 + far))
     assert said == "" if passes else "writes the result over self, which it reads elsewhere" in said
 
 

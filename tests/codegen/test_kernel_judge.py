@@ -42,9 +42,9 @@ def group_of(function: Callable[..., Any], *inputs: Tensor) -> FusedKernel:
         graph = traced(function, *inputs).graph
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     results = [node for node in nodes if node in graph.output_node().all_input_nodes]
-    made, _ = fuse(nodes[-1], nodes, FusedKernel, results)
-    assert isinstance(made, FusedKernel)
-    return made
+    group, _ = fuse(nodes[-1], nodes, FusedKernel, results)
+    assert isinstance(group, FusedKernel)
+    return group
 
 
 def verdict_of(group: FusedKernel, over: int | None = None) -> str:
@@ -127,8 +127,8 @@ GROUPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_kernels_as_they_are_printed_pass(name: str) -> None:
-    run, given = GROUPS[name]
-    assert verdict_of(group_of(run, *given)) == ""
+    run, inputs = GROUPS[name]
+    assert verdict_of(group_of(run, *inputs)) == ""
 
 
 def planted(group: FusedKernel, right: str, wrong: str) -> FusedKernel:
@@ -262,14 +262,14 @@ FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(fault: str) -> None:
     name, right, wrong, verdict = FAULTS[fault]
-    run, given = GROUPS[name]
-    assert verdict.value in verdict_of(planted(group_of(run, *given), right, wrong))
+    run, inputs = GROUPS[name]
+    assert verdict.value in verdict_of(planted(group_of(run, *inputs), right, wrong))
 
 
 @pytest.mark.parametrize(("name", "change"), [("flat", -1), ("rows", 1), ("sums", -1)])
 def test_another_number_of_programs_is_refused(name: str, change: int) -> None:
-    run, given = GROUPS[name]
-    group = group_of(run, *given)
+    run, inputs = GROUPS[name]
+    group = group_of(run, *inputs)
     group.__dict__["text"] = dataclasses.replace(group.text, programs=group.text.programs + change)
     assert Verdict.MISSING.value in verdict_of(group)
 
@@ -315,28 +315,28 @@ def test_values_inside_that_are_read_in_another_order_are_seen(
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_results_lie_over_what_a_group_says(name: str) -> None:
-    run, given = GROUPS[name]
-    group = group_of(run, *given)
+    run, inputs = GROUPS[name]
+    group = group_of(run, *inputs)
     assert [verdict_of(group, over) for over in group.rule.overwrites] == [""] * len(group.rule.overwrites)
 
 
 def test_a_result_over_what_other_programs_read_is_refused() -> None:
-    run, given = GROUPS["flat"]
-    assert Verdict.OVERWRITTEN.value in verdict_of(group_of(run, *given), over=1)
+    run, inputs = GROUPS["flat"]
+    assert Verdict.OVERWRITTEN.value in verdict_of(group_of(run, *inputs), over=1)
     group = group_of(lambda x, column: (x * column).sum(-1), on_gpu((64, 64)), on_gpu((64,)))
     assert group.rule.overwrites == ()
     assert Verdict.OVERWRITTEN.value in verdict_of(group, over=1)
-    run, given = GROUPS["losses"]
-    group = group_of(run, *given)
+    run, inputs = GROUPS["losses"]
+    group = group_of(run, *inputs)
     weight = [node.name for node in group.body.nodes].index("weight_1")
     assert Verdict.OVERWRITTEN.value in verdict_of(group, over=weight)
 
 
 def test_an_operand_that_is_read_behind_the_store_is_refused() -> None:
-    run, given = GROUPS["flat"]
+    run, inputs = GROUPS["flat"]
     again = r"\1    x_1_value = tl.load(x_1 + index, inside, 0)\n"
     assert Verdict.OVERWRITTEN.value in verdict_of(
-        planted(group_of(run, *given), r"(    tl\.store.*\n)", again), over=0
+        planted(group_of(run, *inputs), r"(    tl\.store.*\n)", again), over=0
     )
 
 

@@ -74,16 +74,16 @@ GROUPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 def group(name: str) -> FusedKernel:
     """A group of GROUPS, with all that its function returns as results."""
-    run, given = GROUPS[name]
+    run, inputs = GROUPS[name]
     with torch.no_grad():
-        graph = traced(run, *given).graph
+        graph = traced(run, *inputs).graph
     if name == "rms":
         as_rms(graph)
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     results = [node for node in nodes if node in graph.output_node().all_input_nodes]
-    made, _ = fuse(nodes[-1], nodes, FusedKernel, results)
-    assert isinstance(made, FusedKernel)
-    return made
+    kernel, _ = fuse(nodes[-1], nodes, FusedKernel, results)
+    assert isinstance(kernel, FusedKernel)
+    return kernel
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -189,22 +189,22 @@ def test_a_planted_fault_is_named(fault: str) -> None:
     assert verdict.value in verdict_of(planted(group(name), right, wrong))
 
 
-def with_partials(found: FusedKernel, **changes: Any) -> FusedKernel:
+def with_partials(kernel: FusedKernel, **changes: Any) -> FusedKernel:
     """The group, whose launch is told otherwise how its sums end."""
-    partials = found.text.partials
+    partials = kernel.text.partials
     assert partials is not None
-    found.__dict__["text"] = dataclasses.replace(found.text, partials=dataclasses.replace(partials, **changes))
-    return found
+    kernel.__dict__["text"] = dataclasses.replace(kernel.text, partials=dataclasses.replace(partials, **changes))
+    return kernel
 
 
 def test_sums_in_half_of_the_columns_are_refused() -> None:
-    found = group("bias")
-    partials = found.text.partials
+    kernel = group("bias")
+    partials = kernel.text.partials
     assert partials is not None
     half = dataclasses.replace(partials, columns=25)
-    source = found.text.source.replace(partials.source(["out"]), half.source(["out"]))
-    found.__dict__["text"] = dataclasses.replace(found.text, source=source, partials=half)
-    assert Verdict.MISSING.value in verdict_of(found)
+    source = kernel.text.source.replace(partials.source(["out"]), half.source(["out"]))
+    kernel.__dict__["text"] = dataclasses.replace(kernel.text, source=source, partials=half)
+    assert Verdict.MISSING.value in verdict_of(kernel)
 
 
 @pytest.mark.parametrize("results", [(3, 1, 0), (1, 2, 3)])
@@ -214,14 +214,14 @@ def test_sums_that_are_stored_to_other_results_are_refused(results: tuple[int, .
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_another_number_of_partial_sums_is_refused(change: int) -> None:
-    found = group("bias")
-    partials = found.text.partials
+    kernel = group("bias")
+    partials = kernel.text.partials
     assert partials is not None
-    assert Verdict.MISSING.value in verdict_of(with_partials(found, parts=partials.parts + change))
+    assert Verdict.MISSING.value in verdict_of(with_partials(kernel, parts=partials.parts + change))
 
 
 def test_a_kernel_without_its_second_is_refused() -> None:
-    found = group("bias")
-    found.__dict__["text"] = dataclasses.replace(found.text, partials=None)
+    kernel = group("bias")
+    kernel.__dict__["text"] = dataclasses.replace(kernel.text, partials=None)
     with pytest.raises(VerifyError, match=Verdict.MISSING.value):
-        check_group(found, 1)
+        check_group(kernel, 1)

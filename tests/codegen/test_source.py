@@ -215,8 +215,8 @@ class TwoLayers(nn.Module):
 
 def test_graph_with_a_boundary_has_two_functions_over_one_arena() -> None:
     graph = joint_graph(TwoLayers(), (torch.randn(3, 4),))
-    made = program(graph)
-    assert set(made.entries) == {"forward", "backward"}
+    emitted = program(graph)
+    assert set(emitted.entries) == {"forward", "backward"}
     forward, backward = entries_of(graph)
     assert forward.phases == {Phase.FORWARD}
     assert [n.name for n in forward.results[-len(graph.saved) :] if n is not None] == list(graph.saved)
@@ -225,7 +225,7 @@ def test_graph_with_a_boundary_has_two_functions_over_one_arena() -> None:
         "def backward(args):"
     ).check("= args").check("native_dropout_backward").check("return (").check(
         'return {"forward": forward, "backward": backward, "saved": lambda: ('
-    ).run(made.source)
+    ).run(emitted.source)
 
 
 def test_saved_tensors_in_the_arena_arrive_in_backward_and_are_ignored() -> None:
@@ -320,8 +320,8 @@ def test_constant_made_in_forward_is_a_constant_of_the_program(route: str) -> No
     graph, inputs = graph_and_inputs(model, batch, lambda m, x: m(x).sum(), route)
     expected, _ = run_real(graph, clones(inputs))
     planned = search.run(graph, Options(), deep=True)
-    made = emit(planned.graph)
-    assert any(isinstance(value, Tensor) for value in made.constants.values())
+    emitted = emit(planned.graph)
+    assert any(isinstance(value, Tensor) for value in emitted.constants.values())
     for _ in range(2):  # a constant is not used up, nor written
         got = run_program(planned, clones(inputs))
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True) if a is not None)
