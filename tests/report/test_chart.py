@@ -44,11 +44,11 @@ def upper_edge(path: str, steps: int) -> list[float]:
     """The y of an area at every step."""
     match = re.fullmatch(rf"M0 {HEIGHT}((?:V[\d.]+H\d+)*)V{HEIGHT}Z", path)
     assert match is not None
-    found: list[float] = []
+    levels: list[float] = []
     for level, end in re.findall(r"V([\d.]+)H(\d+)", match[1]):
-        found += [float(level)] * (int(end) - len(found))
-    assert len(found) == steps
-    return found
+        levels += [float(level)] * (int(end) - len(levels))
+    assert len(levels) == steps
+    return levels
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=300), st.integers(1, 40))
@@ -109,8 +109,8 @@ def test_boxes_are_at_their_steps_and_addresses(picture: Picture) -> None:
     assert sum(shape.path.count("M") for shape in chart.shapes) == len(picture.arena)
     for shape in chart.shapes:
         boxes = [box for box in picture.arena if box.storage.kind == shape.name]
-        found = re.findall(r"M(\d+) ([\d.]+)h(\d+)v([\d.]+)h-\3z", shape.path)
-        for box, (born, upper, life, size) in zip(boxes, found, strict=True):
+        rectangles = re.findall(r"M(\d+) ([\d.]+)h(\d+)v([\d.]+)h-\3z", shape.path)
+        for box, (born, upper, life, size) in zip(boxes, rectangles, strict=True):
             assert (int(born), int(born) + int(life)) == (box.storage.born, box.storage.dead)
             assert float(upper) == pytest.approx(HEIGHT * (1 - box.high / top), abs=0.051)
             assert float(upper) + float(size) == pytest.approx(HEIGHT * (1 - box.low / top), abs=0.051)
@@ -150,9 +150,9 @@ def test_byte_ticks_have_room_between_them(top: int) -> None:
 
 @given(st.lists(st.floats(0, 100), max_size=6))
 def test_labels_do_not_touch_and_keep_their_order(wanted: list[float]) -> None:
-    found = spread(wanted, 14, 0, 100)
+    positions = spread(wanted, 14, 0, 100)
     order = sorted(range(len(wanted)), key=lambda index: (wanted[index], index))
-    places = [found[index] for index in order]
+    places = [positions[index] for index in order]
     assert all(after - before >= 14 - 1e-9 for before, after in itertools.pairwise(places))
     assert all(-1e-9 <= place <= 100 + 1e-9 for place in places)
 

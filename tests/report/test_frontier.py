@@ -100,9 +100,9 @@ def test_no_curve_where_nothing_may_run_again() -> None:
 
 
 def test_targets_fall_by_the_same_share() -> None:
-    found = targets(1 << 20, 1 << 27)
-    assert found == tuple(1 << power for power in range(26, 20, -1))
-    assert len(found) == BETWEEN
+    peaks = targets(1 << 20, 1 << 27)
+    assert peaks == tuple(1 << power for power in range(26, 20, -1))
+    assert len(peaks) == BETWEEN
     assert targets(5, 5) == ()
 
 

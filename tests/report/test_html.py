@@ -61,8 +61,8 @@ class Reader(HTMLParser):
 
     def data(self) -> dict[str, Any]:
         """The JSON of the page."""
-        found: dict[str, Any] = json.loads(self.texts["script"][0])
-        return found
+        data: dict[str, Any] = json.loads(self.texts["script"][0])
+        return data
 
 
 def drawn(graph: TrainGraph) -> Picture:
@@ -71,9 +71,9 @@ def drawn(graph: TrainGraph) -> Picture:
     return draw(explain(eager, planned), before, planned.graph)
 
 
-def without_times(found: Picture) -> Picture:
-    plan = replace(found.found.plan, seconds={})
-    return replace(found, found=replace(found.found, plan=plan))
+def without_times(timed: Picture) -> Picture:
+    plan = replace(timed.found.plan, seconds={})
+    return replace(timed, found=replace(timed.found, plan=plan))
 
 
 @pytest.fixture(scope="module")
@@ -181,16 +181,16 @@ def hostile() -> Picture:
 def test_hostile_names_stay_text(hostile: Picture) -> None:
     friendly, _ = model_graph("nanogpt", "step")
     expected = Reader(render(drawn(friendly.replace(notes=("note",)))))
-    found = Reader(render(hostile))
+    reader = Reader(render(hostile))
     # Source lines decide how many groups there are, and with them rows; nothing else differs.
-    assert {tag for tag, _ in found.elements} == {tag for tag, _ in expected.elements}
-    assert sum(tag == "script" for tag, _ in found.elements) == 2
-    assert all(not name.startswith("on") for _, attributes in found.elements for name in attributes)
-    assert found.texts["script"][1] == expected.texts["script"][1]
-    assert HOSTILE in found.texts["p"]
+    assert {tag for tag, _ in reader.elements} == {tag for tag, _ in expected.elements}
+    assert sum(tag == "script" for tag, _ in reader.elements) == 2
+    assert all(not name.startswith("on") for _, attributes in reader.elements for name in attributes)
+    assert reader.texts["script"][1] == expected.texts["script"][1]
+    assert HOSTILE in reader.texts["p"]
     line = hostile.found.planned.storages[0].source
-    assert line in found.texts["code"]
-    assert line in found.data()["texts"]
+    assert line in reader.texts["code"]
+    assert line in reader.data()["texts"]
     assert "49" not in line
 
 
@@ -201,17 +201,17 @@ def test_hostile_names_can_be_written(hostile: Picture, tmp_path: Path) -> None:
 
 def test_graph_without_an_update_is_drawn() -> None:
     graph, _ = model_graph("nanogpt", "joint")
-    found = Reader(render(drawn(graph)))
-    phases = [text for text in found.texts["text"] if text in ("forward", "backward", "update")]
+    reader = Reader(render(drawn(graph)))
+    phases = [text for text in reader.texts["text"] if text in ("forward", "backward", "update")]
     assert len(phases) >= 6
     assert phases == ["forward", "backward"] * (len(phases) // 2)
 
 
 def test_page_stays_small() -> None:
-    found = picture(Request("gpt", sizes={**SIZES, "layers": 6}))
-    steps = len(found.after.live)
+    gpt = picture(Request("gpt", sizes={**SIZES, "layers": 6}))
+    steps = len(gpt.after.live)
     assert steps > 900
-    assert len(render(found)) < 40_000 + 350 * steps
+    assert len(render(gpt)) < 40_000 + 350 * steps
 
 
 def test_path_that_cannot_be_written_is_an_error(small: Picture, tmp_path: Path) -> None:

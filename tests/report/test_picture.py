@@ -62,8 +62,8 @@ def test_kinds_add_up_at_every_step(drawn: tuple[Picture, Planned]) -> None:
 
 def test_work_names_every_operator_in_its_order(drawn: tuple[Picture, Planned]) -> None:
     picture, planned = drawn
-    made = build_memory(planned.graph).operators
-    assert [work.name for work in picture.after.work] == [operator.node.name for operator in made]
+    operators = build_memory(planned.graph).operators
+    assert [work.name for work in picture.after.work] == [operator.node.name for operator in operators]
     peak = picture.found.planned
     assert picture.after.work[peak.step].source == peak.source
 

@@ -94,12 +94,12 @@ def test_storages_name_the_line_of_the_model(explanation: Explanation) -> None:
 def test_updates_name_their_parameter(explanation: Explanation) -> None:
     planned = search.run(captured(), Options())
     memory = build_memory(planned.graph)
-    made = [index for index, op in enumerate(memory.operators) if op.phase.name == "UPDATE" and op.births]
-    assert made
+    update_births = [index for index, op in enumerate(memory.operators) if op.phase.name == "UPDATE" and op.births]
+    assert update_births
     peak = find_peak(planned.graph)
     names = {storage.source for storage in peak.storages if storage.phase == "UPDATE"}
-    known = {name for name, _ in zoo.make("gpt", SIZES).model.named_parameters()}
-    assert names <= known
+    parameters = {name for name, _ in zoo.make("gpt", SIZES).model.named_parameters()}
+    assert names <= parameters
 
 
 def test_places_are_those_of_the_layout(explanation: Explanation) -> None:
@@ -129,9 +129,9 @@ def test_candidates_are_sorted_and_one_is_taken(explanation: Explanation) -> Non
 def test_without_reorder_there_are_no_candidates() -> None:
     graph = captured()
     eager = find_peak(graph, eager=True)
-    found = explain(eager, search.run(graph, Options(disable=("reorder",))))
-    assert found.candidates == ()
-    assert "orders tried" not in shown(found)
+    explained = explain(eager, search.run(graph, Options(disable=("reorder",))))
+    assert explained.candidates == ()
+    assert "orders tried" not in shown(explained)
 
 
 def test_stage_times_include_capture(explanation: Explanation) -> None:
@@ -146,9 +146,9 @@ def test_explanation_is_json(explanation: Explanation) -> None:
     assert np.isclose(data["plan"]["seconds"]["capture"], explanation.plan.seconds["capture"])
 
 
-def shown(found: Explanation, **how: bool) -> str:
+def shown(explained: Explanation, **how: bool) -> str:
     out = io.StringIO()
-    text.show_explanation(Console(file=out, width=160, **how), found, 5)  # type: ignore[arg-type]
+    text.show_explanation(Console(file=out, width=160, **how), explained, 5)  # type: ignore[arg-type]
     return out.getvalue()
 
 
