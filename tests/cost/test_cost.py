@@ -387,8 +387,8 @@ def test_calibration_makes_a_readable_profile() -> None:
 
 
 def _image(channels: int, side: int, *, last: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
-    made = floats(4, channels, side, side, dtype=dtype)
-    return made.contiguous(memory_format=torch.channels_last) if last else made
+    image = floats(4, channels, side, side, dtype=dtype)
+    return image.contiguous(memory_format=torch.channels_last) if last else image
 
 
 def _convolved(stride: int = 1, groups: int = 1) -> Callable[..., Tensor]:
