@@ -74,9 +74,9 @@ def named(graph: TrainGraph, spots: Sequence[At]) -> list[Rerun]:
 
 
 def _nodes(args: Any) -> list[fx.Node]:
-    found: dict[fx.Node, None] = {}
-    fx.map_arg(args, lambda node: found.setdefault(node))
-    return list(found)
+    nodes: dict[fx.Node, None] = {}
+    fx.map_arg(args, lambda node: nodes.setdefault(node))
+    return list(nodes)
 
 
 def some_reruns(graph: TrainGraph, seed: int, share: float, ahead: bool = False) -> list[At]:
@@ -114,5 +114,5 @@ def check(graph: TrainGraph, inputs: list[Any], reruns: Sequence[At], said: str,
 
 
 def chain(function: Callable[..., Any], phases: str, *inputs: Tensor) -> tuple[TrainGraph, list[Any]]:
-    given = list(inputs or (X,))
-    return cleaned(traced(function, *given, phases=phases)), given
+    arguments = list(inputs or (X,))
+    return cleaned(traced(function, *arguments, phases=phases)), arguments

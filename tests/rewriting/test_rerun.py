@@ -62,8 +62,8 @@ def arranged_as(graph: TrainGraph, spots: Sequence[At]) -> TrainGraph:
 def test_the_graph_has_no_more_live_bytes_than_the_solver_counted(seed: int, route: str) -> None:
     graph, _ = graph_and_inputs(*random_model(seed), route)
     graph = cleaned(graph)
-    given = [op.node.name for op in build_memory(graph).operators]
-    asked = question(graph, Options(disable=("reuse",)), given, dict.fromkeys(given, 0.0))
+    program_order = [op.node.name for op in build_memory(graph).operators]
+    asked = question(graph, Options(disable=("reuse",)), program_order, dict.fromkeys(program_order, 0.0))
     names = [asked.operators[op] for op in asked.problem.sequence.tolist()]
     graph = arrange(graph, [name for name in names if name])
     reruns = some_reruns(graph, seed, 0.3, ahead=True)
