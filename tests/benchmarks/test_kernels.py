@@ -17,8 +17,8 @@ aten = torch.ops.aten
 
 def gates(x: Tensor, y: Tensor, bias: Tensor, matrix: Tensor) -> tuple[Tensor, ...]:
     """A product of which a part is expanded, its sum over rows, and a matrix product."""
-    made = torch.nn.functional.silu(x) * y.expand(4096, 64) + bias
-    return made @ matrix, made.float().sum([0])
+    gated = torch.nn.functional.silu(x) * y.expand(4096, 64) + bias
+    return gated @ matrix, gated.float().sum([0])
 
 
 def test_bytes_are_those_of_operands_and_results_and_partial_sums_twice() -> None:
@@ -36,6 +36,6 @@ def test_bytes_are_those_of_operands_and_results_and_partial_sums_twice() -> Non
 def test_inductor_fuses_a_graph_for_a_gpu_that_is_not_here() -> None:
     with torch.no_grad():
         graph = traced(gates, *on_gpu((4096, 64), (4096, 1), (64,), (64, 64)))
-    found = inductor_kernels.kernels(graph)
-    assert found["extern"] == 1
-    assert 1 <= found["triton"] <= 3
+    counts = inductor_kernels.kernels(graph)
+    assert counts["extern"] == 1
+    assert 1 <= counts["triton"] <= 3

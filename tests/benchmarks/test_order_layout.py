@@ -26,8 +26,8 @@ def test_nobody_is_below_our_bound(row: dict[str, Any]) -> None:
 
 def test_ours_is_no_worse_than_any_rival(row: dict[str, Any]) -> None:
     assert row["ours"]["peak"] <= order_layout.best_order(row)[1] <= row["pytorch"]["program_peak"]
-    found = [rival["arena"] for rival in row["layouts"].values() if "arena" in rival]
-    assert row["ours"]["arena"] <= min(found)
+    arenas = [rival["arena"] for rival in row["layouts"].values() if "arena" in rival]
+    assert row["ours"]["arena"] <= min(arenas)
 
 
 def test_pytorch_reserves_at_least_what_is_alive(row: dict[str, Any]) -> None:

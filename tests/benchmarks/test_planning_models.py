@@ -63,5 +63,5 @@ def test_a_written_problem_reads_back(tmp_path: Path) -> None:
 
 
 def test_small_models_come_first() -> None:
-    found = list(planning_models.choices(["vit", "alexnet"], [1]))
-    assert found == [(name, 1, kind) for name in ("alexnet", "vit") for kind in KINDS]
+    choices = list(planning_models.choices(["vit", "alexnet"], [1]))
+    assert choices == [(name, 1, kind) for name in ("alexnet", "vit") for kind in KINDS]

@@ -33,13 +33,13 @@ def test_both_find_the_same_least_seconds_and_none_below_the_bound(seed: int, pe
     problem = one_result(layered(1, seed))
     budget = peak_bytes(problem.order, problem.sequence) * percent // 100
     ours = solve(problem, budget)
-    found = {name: least(name, problem, budget) for name in RIVALS}
-    assert found["moccasin"] == pytest.approx(found["checkmate"])
+    theirs = {name: least(name, problem, budget) for name in RIVALS}
+    assert theirs["moccasin"] == pytest.approx(theirs["checkmate"])
     if ours.status is Status.INFEASIBLE:
-        assert found["checkmate"] is None
+        assert theirs["checkmate"] is None
     else:
-        assert ours.bound_seconds <= found["checkmate"] * (1 + 1e-6)
-        assert ours.seconds == pytest.approx(found["checkmate"])
+        assert ours.bound_seconds <= theirs["checkmate"] * (1 + 1e-6)
+        assert ours.seconds == pytest.approx(theirs["checkmate"])
 
 
 @pytest.mark.parametrize("name", RIVALS)
