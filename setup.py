@@ -12,10 +12,10 @@ FOLDERS = {"roamc": "roamc", "roamc.passes": "passes", "roamc.solvers": "solvers
 
 def packages() -> list[str]:
     """Return the dotted name of every package under the three folders."""
-    found = []
+    names = []
     for name, folder in FOLDERS.items():
-        found += [name, *(f"{name}.{inner}" for inner in find_packages(folder))]
-    return found
+        names += [name, *(f"{name}.{inner}" for inner in find_packages(folder))]
+    return names
 
 
 def version() -> str:

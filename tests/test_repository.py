@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("roamc", "passes", "solvers", "tests", "benchmarks")  # with setup.py, the fixed names at the top
 PACKAGES = FOLDERS[:3]  # what a user installs
 
+SAY_NOTHING = {"found", "made", "known", "given"}  # of what a local variable holds
 FILE_LINES = 600
 FUNCTION_LINES = 80
 
@@ -59,6 +60,15 @@ def public_functions(scope: ast.Module | ast.ClassDef) -> Iterator[Function]:
     for node in scope.body:
         if isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_"):
             yield from public_functions(node) if isinstance(node, ast.ClassDef) else [node]
+
+
+def locals_of(function: Function) -> Iterator[ast.Name | ast.arg]:
+    """Yield the parameters of a function and the places where it, or a function within, binds a local variable."""
+    yield from (
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    )
 
 
 def length(function: Function) -> int:
@@ -141,6 +151,14 @@ def test_files_are_short() -> None:
 def test_functions_are_short() -> None:
     def wrong(f: Function) -> str:
         return f"{f.name} has {length(f)} lines" if length(f) > FUNCTION_LINES else ""
+
+    assert in_functions(python_files(*FOLDERS), wrong) == []
+
+
+def test_locals_say_what_they_hold() -> None:
+    def wrong(f: Function) -> str:
+        names = {node.arg if isinstance(node, ast.arg) else node.id for node in locals_of(f)} & SAY_NOTHING
+        return f"{f.name} calls a local variable {', '.join(sorted(names))}" if names else ""
 
     assert in_functions(python_files(*FOLDERS), wrong) == []
 

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
+def measured_rows(folder: Path) -> dict[str, Any]:
     """What the peak worker says, but for the heap, which only a fresh process counts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_measured", lambda step: step() or {"measured": 10**6, "backward": 10**6})
@@ -63,19 +63,19 @@ class Still:
         return 0
 
 
-def test_lowest_peak_gives_the_same_bits(found: dict[str, Any], folder: Path) -> None:
-    assert found["optimize@min"]["reruns"] > 0
+def test_lowest_peak_gives_the_same_bits(measured_rows: dict[str, Any], folder: Path) -> None:
+    assert measured_rows["optimize@min"]["reruns"] > 0
     for row in ("optimize", "eager"):
         assert budget._compare(folder / "gpt optimize@min.pt", folder / f"gpt {row}.pt")["equal"]
 
 
-def test_times_are_of_every_row_and_round(found: dict[str, Any], folder: Path) -> None:
-    steps = {row: budget.timed_step("gpt", row, True, "cpu", folder) for row in found}
+def test_times_are_of_every_row_and_round(measured_rows: dict[str, Any], folder: Path) -> None:
+    steps = {row: budget.timed_step("gpt", row, True, "cpu", folder) for row in measured_rows}
     seconds = budget.race(steps, 2)
     assert {row: len(times) for row, times in seconds.items()} == dict.fromkeys(ROWS, 2)
 
 
-def test_plan_that_is_kept_is_taken(found: dict[str, Any], folder: Path) -> None:
+def test_plan_that_is_kept_is_taken(measured_rows: dict[str, Any], folder: Path) -> None:
     program = programs.build("optimize", blocks.make("gpt", quick=True), "cpu")
     with programs.plan_kept_in(folder / "gpt optimize@min.json"):
         program.step(None)
@@ -94,8 +94,8 @@ def test_broken_budget_is_said() -> None:
     assert "needs 5.0 MB" in budget.line("gpt", "optimize@4MB", {"refused": 5_000_000})
 
 
-def test_table_has_a_line_for_every_row(found: dict[str, Any]) -> None:
-    rows = [{"model": "gpt", "kind": row, "threads": 1, **result} for row, result in found.items()]
+def test_table_has_a_line_for_every_row(measured_rows: dict[str, Any]) -> None:
+    rows = [{"model": "gpt", "kind": row, "threads": 1, **result} for row, result in measured_rows.items()]
     lines = table._budget([*rows, {"model": "gpt", "kind": "optimize@1MB", "refused": 5_000_000}])
     assert sum(line.startswith("| gpt |") for line in lines) == 4
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
