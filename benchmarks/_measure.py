@@ -235,4 +235,4 @@ def save(
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(part) for part in ("model", "dtype", "batch", "kind", "cpu"))
+    return tuple(row.get(part) for part in ("model", "dtype", "threads", "batch", "kind", "cpu"))
