@@ -1,7 +1,8 @@
 """The programs that the budget table compares: one training step each, by name.
 
 A name is a family, then what it does about memory: ``eager``, ``eager+block``, ``inductor@0.5``, ``optimize@300MB``.
-After ``+`` stands what torch's checkpointing keeps of a block, after ``@`` the budget in the family's own terms.
+After ``+`` stands what torch's checkpointing keeps of a block, or ``fast`` for roamc's numerics; after ``@`` the budget
+in the family's own terms.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from roamc.planning.planned import Planned
 
 FAMILIES = ("eager", "aot_eager", "inductor", "optimize", "train_step")
 OURS = FAMILIES[3:]
+FAST = "fast"
 Look = Callable[[], None]
 
 
@@ -52,7 +54,9 @@ class Name:
         return Name(family, how, budget)
 
     def values_like(self) -> str:
-        """The program whose loss and gradients this one has to give; eager has none."""
+        """The program whose loss and gradients this one has to give; "" for eager, and for other numerics."""
+        if self.how == FAST:
+            return f"{self.family}+{FAST}" if self.budget else ""
         if self.how or self.budget:
             return self.family
         return {"eager": "", "optimize": "aot_eager"}.get(self.family, "eager")
@@ -76,10 +80,12 @@ class Program:
 def build(name: str, work: Blocked, profile: str) -> Program:
     """The program called ``name`` over the model and batch of ``work``, which it owns from now on."""
     row, model = Name.parse(name), work.model
-    if row.how:
+    if row.how and row.how != FAST:
         wrap(work, row.how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     options = {"memory_budget": row.budget or None, "profile": profile, "strict": True}
+    if row.how == FAST:
+        options["numerics"] = FAST
     if row.family == "train_step":
         whole = roamc.train_step(model, lambda net, *batch: net(*batch), optimizer, **options)
         return Program(lambda look: whole(*work.batch), model, lambda: whole.plans)
