@@ -96,10 +96,10 @@ class Writer:
 
 @dataclass
 class Written:
-    """What one copy has changed in its graph.
+    """The changes that one copy made to its graph, so that they can be undone.
 
     Attributes:
-        writer: wrote it.
+        writer: the writer that made them.
         new: the copy, then views of it, in the order in which they were inserted.
         old: each node whose arguments were changed, with its positional and keyword arguments before.
     """

@@ -104,7 +104,10 @@ class Seen:
         self.objects: dict[int, object] = {}
 
     def note(self, value: object) -> bool:
-        """Add ``value`` to ``objects`` if functions may read attributes of it; return whether they may."""
+        """Return whether functions may read attributes of ``value``; if so, add it to ``objects``.
+
+        ``objects`` takes :data:`OBJECTS` of them at most.
+        """
         if isinstance(value, (*NAMED, type)) or not _is_watched(value):
             return False
         if len(self.objects) < OBJECTS:

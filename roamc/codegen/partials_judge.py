@@ -27,7 +27,7 @@ FIRST = torch.zeros((), dtype=torch.int32, device="cpu")
 
 
 class PartialRows:
-    """The rows of partial sums that a kernel stores, as a judge sees them, who runs some of the kernel's programs.
+    """The rows of partial sums that a kernel stores, as seen by a judge that runs some of the kernel's programs.
 
     Args:
         sums: position among the results of the group to the node of the sum over rows there.

@@ -220,7 +220,7 @@ ELEMENTS["tanh"] = _pointwise(torch.tanh)
 
 @_of(ELEMENTS, "exponential_backward")
 def exponential_backward(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare the backward of gelu on activations; return (run, their elements)."""
+    """Prepare the backward of gelu on activations; return (run, number of their elements)."""
     x = scale.matrix(dtype)
     out = torch.empty_like(x)
     return lambda: aten.gelu_backward.grad_input(x, x, grad_input=out), x.numel()
@@ -255,7 +255,7 @@ def mixed(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "random")
 def random(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare dropout on activations; return (run, their elements).
+    """Prepare dropout on activations; return (run, number of their elements).
 
     On devices for which roamc has a kernel that draws the mask alone, only the drawing of a mask is measured.
     """
@@ -309,7 +309,7 @@ def softmax_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "norm")
 def norm(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare layer normalisation of each row of activations; return (run, their elements)."""
+    """Prepare layer normalisation of each row of activations; return (run, number of their elements)."""
     x, weight = scale.matrix(dtype), scale.floats(dtype, scale.width)
     return lambda: aten.native_layer_norm(x, [scale.width], weight, weight, 1e-5), x.numel()
 
@@ -325,7 +325,7 @@ def norm_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "batch_norm")
 def batch_norm(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare batch normalisation of images in training mode; return (run, their elements)."""
+    """Prepare batch normalisation of images in training mode; return (run, number of their elements)."""
     x, weight = scale.pixels(dtype), scale.floats(torch.float32, 128).to(dtype)
     running = torch.ones(128, device=scale.device).to(dtype)
     return lambda: aten.native_batch_norm(x, weight, weight, running, running.clone(), True, 0.1, 1e-5), x.numel()
@@ -379,6 +379,6 @@ def pool_backward(scale: Scale, dtype: torch.dtype) -> Work:
 
 @_of(ELEMENTS, "scan")
 def scan(scale: Scale, dtype: torch.dtype) -> Work:
-    """Prepare running sums along the rows of activations; return (run, their elements)."""
+    """Prepare running sums along the rows of activations; return (run, number of their elements)."""
     x = scale.matrix(dtype)
     return lambda: torch.cumsum(x, 1), x.numel()

@@ -119,9 +119,9 @@ class _Key:
 class TrainStep:
     """A function ``step(*batch) -> loss`` that updates parameters, buffers and optimizer state in place.
 
-    Made by :func:`roamc.train_step`. A new batch shape, dtype, training mode or autocast state gets a plan
-    of its own; the ``max_plans`` used last are kept. Copies and pickles carry model, loss function and
-    optimizer, and plan anew.
+    :func:`roamc.train_step` makes it. A new batch shape, dtype, training mode or autocast state gets a plan
+    of its own; the ``max_plans`` plans that were used last are kept. Copies and pickles carry model, loss
+    function and optimizer, and plan anew.
     """
 
     def __init__(

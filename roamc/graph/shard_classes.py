@@ -113,10 +113,12 @@ def cuts_classes(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
 
 
 def log_softmax(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
-    """Return the result of a softmax along the last dimension with the term of its definition, noted as made.
+    """Return the result of a log-softmax or of its gradient; along the last dimension with the term of its definition.
+
+    Along other dimensions, or where an argument is unknown, it is what :func:`roamc.graph.shard_states.along` gives.
 
     Args:
-        walk: the walk over the graph.
+        walk: the walk over the graph; over the captured one, terms of the definition are added to ``walk.made``.
         node: the operator: ``aten._log_softmax`` or its gradient.
     """
     backward = node.target is aten._log_softmax_backward_data.default

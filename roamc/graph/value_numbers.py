@@ -75,7 +75,7 @@ class Numbers:
         return self.of("place", tuple(map(int, shape)), tuple(strides), 0, dtype, False, False)
 
     def places(self, node: fx.Node) -> tuple[Place, ...]:
-        """Return the place of each tensor among the results of ``node``."""
+        """Return where each result of ``node`` that is a tensor lies, in the sequence of the results."""
         value, ids = node.meta.get("val"), node.meta.get(STORAGES)
         cached = self._tensors.get(id(ids))
         if cached is None or cached[0] is not ids or cached[1] is not value:

@@ -84,7 +84,7 @@ def derived_anew(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) ->
 
 
 def note_results(node: fx.Node, mode: FakeTensorMode) -> None:
-    """Note the fake results of the real kernel of ``node`` at it, and number their storages.
+    """Write the fake results that the real kernel of ``node`` gives to ``node.meta["val"]``, and number their storages.
 
     Args:
         node: a node that is new, or whose arguments have changed.

@@ -28,10 +28,15 @@ LiveNodes = Callable[[Mapping[fx.Node, fx.Node]], Collection[fx.Node]]
 
 
 def repeats(graph: TrainGraph, live: LiveNodes) -> dict[fx.Node, fx.Node]:
-    """Return each operator whose result an earlier one of the same phase has, to that earlier one.
+    """Return each operator that repeats an earlier one of its phase, whose result still lives, to that earlier one.
 
-    Both make one new tensor that nothing writes and that is not handed to the caller, out of what nothing writes.
-    Updates are left out, and so is what the user has asked to save, to make again or to keep.
+    An operator repeats another if both are the same call on the same values, see :func:`may_repeat`. Neither its result
+    nor its arguments may be written over or belong to the caller. Operators of the update are left out.
+
+    Args:
+        graph: stays as it is.
+        live: says which nodes are still needed when repeats are left out; a result lives until the last of them reads
+            it.
     """
     position = {node: at for at, node in enumerate(graph.graph.nodes)}
     used = live({})
@@ -72,7 +77,11 @@ def fixed_storages(graph: TrainGraph) -> set[StorageId]:
 
 
 def may_repeat(node: fx.Node) -> bool:
-    """Whether another call like ``node`` makes the same new tensor, and the user has asked nothing of this one."""
+    """Whether an equal call would make an equal tensor, so that the result of one may stand for that of the other.
+
+    False for views, collectives, and operators that draw random numbers, write to an argument or make several tensors.
+    False also if the user decided about ``node``: by a policy of selective checkpointing, or by ``roamc.keep``.
+    """
     rule = ops.rule(node.target)
     if not rule.recomputable or rule.mutates or rule.may_draw or rule.collective or rule.view_of:
         return False

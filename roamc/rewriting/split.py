@@ -20,7 +20,10 @@ def wait_name(collective: str) -> str:
 
 
 def splittable(graph: TrainGraph) -> list[str]:
-    """Return the names of the collectives of ``graph`` that can be split, in graph order."""
+    """Return the names of the collectives of ``graph`` that :func:`split` can take apart, in graph order.
+
+    These are the collectives that can be started and waited for apart, and whose wait has a name that is free.
+    """
     names = {node.name for node in graph.graph.nodes}
     return [node.name for node in graph.graph.nodes if can_start(node) and wait_name(node.name) not in names]
 

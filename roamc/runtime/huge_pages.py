@@ -33,7 +33,10 @@ def usable(device: torch.device) -> bool:
 
 
 def advise(storage: torch.UntypedStorage) -> None:
-    """Ask Linux to back ``storage`` with large pages; does nothing elsewhere, or below :data:`LEAST` bytes."""
+    """Ask Linux to back ``storage``, on a CPU, with huge pages.
+
+    Does nothing on other systems and devices, and for a storage of fewer than :data:`LEAST` bytes.
+    """
     if usable(storage.device) and storage.nbytes() >= LEAST:
         _tell(storage.data_ptr(), storage.nbytes(), mmap.MADV_HUGEPAGE)
 

@@ -49,7 +49,7 @@ def solve(
 class Ground:
     """What several searches in one problem share, to save time: tables, networks of the bound, searches for low peaks.
 
-    `Ground(problem, effort)` makes the other fields. No answer depends on which searches have used the ground before.
+    `Ground(problem, effort)` computes the rest. No answer depends on which searches have used the ground before.
 
     problem, effort: the problem, and the limits and thresholds of all searches in it.
     search, bounds: tables and bounds of the problem, from which each search gets its own by their method `anew`.
@@ -103,7 +103,8 @@ class Frontier:
         """Search for reruns within `budget`, and return the best solution for it that this frontier has found so far.
 
         The search begins with the solution whose peak is nearest to the budget. The answer may have been found for
-        another budget; its bound, status and work are then those of this search. INFEASIBLE as in the function `solve`.
+        another budget; its bound, status and work are then those of this search. The status is INFEASIBLE in the same
+        cases as in the function `solve`.
 
         budget: bytes.
         work_limit: of this call: operators that simulations run plus arcs of the bound's networks; None for

@@ -33,7 +33,7 @@ def reduced_together(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def gathered(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of an all-gather, whose result is ``result``."""
+    """Return the workspace in bytes of an all-gather that gives ``result``."""
     return _bytes_of(result)
 
 
@@ -61,7 +61,7 @@ def whole_product(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def scattered_product(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of ``mm_reduce_scatter``, whose result is ``result``."""
+    """Return the workspace in bytes of a call of ``mm_reduce_scatter`` that gives ``result``."""
     return 2 * whole_product(call, result) + min(_bytes_of(result), PIECES)
 
 

@@ -37,7 +37,7 @@ def _by_onednn(dtype: torch.dtype) -> bool:
 
 
 def forward(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of an ``aten.convolution`` whose result is ``result``, beside each thread's.
+    """Return the workspace in bytes of an ``aten.convolution`` that gives ``result``, beside each thread's.
 
     See :func:`forward_per_thread` for what each thread takes.
     """

@@ -32,7 +32,7 @@ TALL = 11 / 6
 
 
 def exponential(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_matrix_exp``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``linalg_matrix_exp`` that gives ``result``.
 
     It holds powers of the matrix and sums of them, see :data:`EXPONENTIAL`.
     """
@@ -41,7 +41,7 @@ def exponential(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def inverse(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_inv_ex``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``linalg_inv_ex`` that gives ``result`` first.
 
     It holds the factors, a pivot for each row of the result, and LAPACK's status for each matrix, see :data:`FLAGS`.
     """
@@ -75,7 +75,7 @@ def singular(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def pseudo_inverse(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_pinv``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``linalg_pinv`` that gives ``result``.
 
     It holds singular vectors, products of them, and LAPACK's buffer.
     """
@@ -108,7 +108,7 @@ def reflectors(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def copied_factor(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``cholesky_solve``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``cholesky_solve`` that gives ``result``.
 
     It holds a copy of the factor, and LAPACK's status for each matrix, see :data:`FLAGS`.
     """

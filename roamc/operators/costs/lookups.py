@@ -45,7 +45,7 @@ def _along(call: Call) -> int:
 
 
 def index_add(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``index_add``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``index_add`` that gives ``result``.
 
     Along the first dimension it is five numbers of 8 bytes for every index, which are sorted. Along the last, in half
     precision, it is the result in float32.
@@ -79,9 +79,9 @@ def bags_backward(call: Call, result: torch.Tensor) -> Bytes:
 def bags_dense_backward(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``_embedding_bag_dense_backward``.
 
-    It is four numbers of 8 bytes for every index: index and place, both sorted as well. For largest elements it is an
-    element and a number for every element of the gradient, and a number for every bag. The call's first ``result``
-    is not read.
+    It is four numbers of 8 bytes for every index: index and place, both sorted as well. In the mode that takes the
+    largest elements it is one element and one number for every element of the gradient, and a number for every bag. The
+    call's first ``result`` is not read.
     """
     gradient, indices = tensor_at(call, 0), tensor_at(call, 1)
     if _mode(call, 7) == LARGEST:
@@ -104,7 +104,7 @@ def median(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def scatter_reduce(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``scatter_reduce``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``scatter_reduce`` that gives ``result``.
 
     If each row has one index, it is four numbers of 8 bytes for every row: torch sorts the rows. Else a mean takes a
     tensor like the result, one like the larger of result and source, and a byte (four in half precision) for every
@@ -129,7 +129,7 @@ def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.
 
 
 def index_reduce(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``index_reduce``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``index_reduce`` that gives ``result``.
 
     It is 0, except for mode "mean". A mean takes a tensor of ones as large as the source, their sums, as large as the
     result, and four integers of 8 bytes for every index.

@@ -30,7 +30,7 @@ def first_again(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def dropout_piece(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of roamc's ``native_dropout_backward``, whose result is ``result``.
+    """Return the workspace in bytes of a call of roamc's ``native_dropout_backward`` that gives ``result``.
 
     It is one piece of the mask, see :func:`roamc.operators.kernels.piece_elements`, in the dtype of ``result``.
     """
@@ -38,7 +38,7 @@ def dropout_piece(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def piece_of_a_mask(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``counter_mask``, whose result is ``result``, outside of groups."""
+    """Return the workspace in bytes of a call of ``counter_mask`` that gives ``result``, outside of groups."""
     return min(PIECE_BYTES, PIECE_BYTES // PIECE * result.numel())
 
 
@@ -53,7 +53,7 @@ def batch_norm_backward(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def summed(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``sum``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``sum`` that gives ``result``.
 
     It is the argument converted to the result's dtype, if the two dtypes differ. If they are the same, it is 0, except
     in half precision if the summed dimensions do not lie in memory as one: then it is the argument in float32.
@@ -66,7 +66,7 @@ def summed(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def averaged(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``mean``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``mean`` that gives ``result``.
 
     It is the argument converted to the result's dtype, if the two dtypes differ. If they are the same, it is argument
     and result in float32 in half precision, else 0.
@@ -82,7 +82,7 @@ def _is_half(tensor: torch.Tensor) -> bool:
 
 
 def cast_to_result(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of a reduction, whose first result is ``result``.
+    """Return the workspace in bytes of a call of a reduction that gives ``result`` first.
 
     It is the first argument converted to the result's dtype, if the two dtypes differ and the argument is real; else 0.
     """
@@ -120,7 +120,7 @@ def _batched(tensor: torch.Tensor, dims: Sequence[int]) -> Bytes:
 
 
 def distances(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_euclidean_dist``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``_euclidean_dist`` that gives ``result``.
 
     It holds copies of both sets of points with two columns more. Before there is a result, the first set is there
     twice.
@@ -178,7 +178,7 @@ def half_in_float32(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def safe_softmax(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_safe_softmax``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``_safe_softmax`` that gives ``result``.
 
     It is a byte for every element of the result, which says whether the element is finite.
     """
@@ -186,7 +186,7 @@ def safe_softmax(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def losses(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of a loss, whose first result is ``result``.
+    """Return the workspace in bytes of a call of a loss that gives ``result`` first.
 
     It is the loss of every element if these are summed or averaged, and in half precision the same in float32, to be
     summed; without a reduction 0.
@@ -198,8 +198,8 @@ def losses(call: Call, result: torch.Tensor) -> Bytes:
 def losses_behind(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of eager's call of a loss that keeps every element's loss in the result's storage.
 
-    It is these losses in float32 in half precision, if they are summed or averaged; else 0. The call's first result is
-    ``result``.
+    It is these losses in float32 in half precision, if they are summed or averaged; else 0. The call gives ``result``
+    first.
     """
     read = tensor_at(call, 0)
     return half_in_float32(call, read) if result.numel() < read.numel() else 0
@@ -215,7 +215,7 @@ def norm_backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def image_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of an upsampling's backward, whose first result is ``result``.
+    """Return the bytes that each thread takes in a call of an upsampling's backward that gives ``result``.
 
     They are an image of ``result`` in float32, if ``result`` lies channels last in half precision; else 0.
     """
@@ -223,7 +223,7 @@ def image_per_thread(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def rolled(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``roll``, whose first result is ``result``.
+    """Return the workspace in bytes of a call of ``roll`` that gives ``result``.
 
     It is a copy for each dimension but the first, as torch rolls one after the other. Without dimensions it is a copy
     of an argument that is not contiguous.

@@ -37,7 +37,7 @@ PAGE = 1024
 
 
 def workspace(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``mm``, ``addmm``, ``bmm`` or ``baddbmm``, whose result is ``result``.
+    """Return the workspace in bytes of a call of ``mm``, ``addmm``, ``bmm`` or ``baddbmm`` that gives ``result``.
 
     What each thread takes is left out, see :func:`per_thread`. Batched products also copy factors whose strides the
     kernel does not read: in half precision all matrices of the batch at once, else one after the other.
@@ -52,9 +52,9 @@ def workspace(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``mm``, ``addmm``, ``bmm`` or ``baddbmm``.
+    """Return the bytes of oneDNN's buffers for each thread in a call of ``mm``, ``addmm``, ``bmm`` or ``baddbmm``.
 
-    They are oneDNN's buffers. The result of the call is ``result``.
+    The call gives ``result``.
     """
     first, second = _factors(call)
     return thread_bytes(first, second, result)
@@ -96,7 +96,7 @@ def _whole(count: int) -> int:
 
 
 def onednn(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a product by roamc's oneDNN operators, whose result is ``result``, in float32.
+    """Return the workspace in bytes of a product by roamc's oneDNN operators that gives ``result``, in float32.
 
     What each thread takes is left out, see :func:`onednn_per_thread`. All matrices of a batch are copied at once if
     they are not contiguous.

@@ -26,9 +26,9 @@ VECTORS = 64
 
 
 def softmax_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``_softmax`` in half precision, whose result is ``result``.
+    """Return the bytes that each thread takes in a call of ``_softmax`` that gives ``result``.
 
-    They are :data:`VECTORS` rows in float32; along the last dimension one row. In other dtypes they are 0.
+    In half precision they are :data:`VECTORS` rows in float32, along the last dimension one row; in other dtypes 0.
     """
     row, _ = _row(result, call.args[1])
     if result.itemsize == 2 and result.dim() and not row:

@@ -32,10 +32,10 @@ Machine = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of one kernel.
+    """What the file of this kind of GPU holds of one kernel, for later processes.
 
     Attributes:
-        fastest: the shape that was fastest; None if none was timed.
+        fastest: the shape of a launch in which the kernel was fastest; None if none was timed.
         compared: the shape in which the kernel's first result was that of the operators; None if none was compared.
     """
 

@@ -419,7 +419,10 @@ PRINTED: dict[str, Printed] = {
 
 
 def printed(target: Any) -> Printed | None:
-    """Return how the operator ``target`` prints; None if it does not. ``mul_`` prints as ``mul``, with a new value."""
+    """Return the row of :data:`PRINTED` that says how a kernel prints ``target``; None if no kernel can print it.
+
+    An operator in place, such as ``mul_``, has the row of the one that makes a new value, here ``mul``.
+    """
     if not isinstance(target, OpOverload) or (target._schema.is_mutable and value_form(target) is None):
         return None
     return PRINTED.get(stem(target))
