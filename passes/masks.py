@@ -126,22 +126,22 @@ def _insert(writer: Writer, before: fx.Node, target: object, *args: object, **kw
 
 def _draws(graph: TrainGraph) -> list[tuple[str, ...]]:
     """Return for each call of ``native_dropout`` its name, then those of the nodes that replay its draw."""
-    again: dict[fx.Node, list[str]] = {}
+    replays: dict[fx.Node, list[str]] = {}
     drawn_behind: dict[fx.Node, fx.Node] = {}
     states: list[fx.Node] = []
     for node in operators(graph.graph):
         if node.target is save_rng_state:
             states.append(node)
         elif node.target is replay:
-            first = drawn_behind.get(node.args[0])  # type: ignore[arg-type]
-            if first is not None:
-                again[first].append(node.name)
+            draw = drawn_behind.get(node.args[0])  # type: ignore[arg-type]
+            if draw is not None:
+                replays[draw].append(node.name)
         elif ops.rule(node.target).may_draw:
             drawn_behind |= dict.fromkeys(states, node)
-            again[node] = []
+            replays[node] = []
             states = []
-    dropouts = (node for node in again if node.target is aten.native_dropout.default)
-    return [(node.name, *again[node]) for node in dropouts]
+    dropouts = (node for node in replays if node.target is aten.native_dropout.default)
+    return [(node.name, *replays[node]) for node in dropouts]
 
 
 def _fit(nodes: Sequence[fx.Node], device: torch.device) -> bool:

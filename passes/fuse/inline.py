@@ -319,9 +319,9 @@ class _Inliner:
         for root, readers in groups.items():
             if not self._copy(storage, maker, self._group(root), readers, change):
                 return False
-        names = self.site.fixed.intersection(self.saved.get(maker, ()))
-        self.site.fixed -= names
-        change.undo.append(lambda: self.site.fixed.update(names))
+        freed = self.site.fixed.intersection(self.saved.get(maker, ()))
+        self.site.fixed -= freed
+        change.undo.append(lambda: self.site.fixed.update(freed))
         if not self.ledger.readers[storage.index]:
             return self._erase(maker, change)
         group = self.group_of.get(maker)

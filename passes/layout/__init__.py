@@ -121,8 +121,8 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
     device = main_device(graph).type
     alignment = least_alignment(graph, options)
     table = _table(memory, graph, options)
-    laid = best(table, graph.eager_bytes, alignment, options, shrinks=device == "cpu" and sys.platform == "linux")
-    placement, solution = laid.placement, laid.solution
+    chosen = best(table, graph.eager_bytes, alignment, options, shrinks=device == "cpu" and sys.platform == "linux")
+    placement, solution = chosen.placement, chosen.solution
     names = [operator.node.name for operator in memory.operators]
     outside = placement.with_allocator
     placed = [s.name for s, inside in zip(memory.counted, ~table.foreign & ~outside, strict=True) if inside]
@@ -133,10 +133,10 @@ def lay_out(memory: MemoryModel, graph: TrainGraph, options: Options) -> Decisio
         with_allocator=tuple(s.name for s, apart in zip(memory.counted, outside, strict=True) if apart),
         live_bytes=int(solution.bound_bytes),
         **apart_bytes(table, outside),
-        peak_bytes=laid.peak_bytes,
-        needed_bytes=laid.needed_bytes,
-        trims=tuple(trim for gap in laid.trimming.ranges for trim in _trims(gap, names)),
-        trimmed_bytes=laid.trimming.trimmed_bytes,
+        peak_bytes=chosen.peak_bytes,
+        needed_bytes=chosen.needed_bytes,
+        trims=tuple(trim for gap in chosen.trimming.ranges for trim in _trims(gap, names)),
+        trimmed_bytes=chosen.trimming.trimmed_bytes,
         status=str(solution.status.value),
         algorithm=solution.algorithm,
         waiting_bytes=table.waiting,

@@ -166,11 +166,11 @@ class Choice:
         ]
         reruns, sequence = with_readers(encoded.graph, names, runs, dict(self.once))
         seconds = dict(zip(encoded.operators, encoded.problem.seconds.tolist(), strict=True))
-        unread = math.fsum(seconds[run.operator] for run in runs) - math.fsum(seconds[one.operator] for one in reruns)
+        unread = math.fsum(seconds[run.operator] for run in runs) - math.fsum(seconds[run.operator] for run in reruns)
         offers = [self.asked.problem.offers[place] for place in solution.taken]
         sizes = self.asked.problem.order.size
         return Decision(
-            reruns=tuple((*one, seconds[one.operator]) for one in reruns),
+            reruns=tuple((*run, seconds[run.operator]) for run in reruns),
             peak_bytes=int(solution.peak_bytes),
             added_seconds=float(solution.seconds) - unread,
             bound_seconds=float(solution.bound_seconds) if solution.status is not Status.INFEASIBLE else 0.0,

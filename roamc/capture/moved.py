@@ -74,7 +74,7 @@ def traced_for(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    begin, thread = torch.autocast.__init__, threading.get_ident()
+    original_init, thread = torch.autocast.__init__, threading.get_ident()
 
     def checked(
         self: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
@@ -84,7 +84,7 @@ def traced_for(device: torch.device) -> Iterator[None]:
                 f"the step runs under torch.autocast({device_type!r}), and it is traced on a CPU before it is planned "
                 "for a GPU: give the model and the batch their dtype instead, such as model.to(torch.bfloat16)"
             )
-        begin(self, device_type, dtype, enabled, cache_enabled)
+        original_init(self, device_type, dtype, enabled, cache_enabled)
 
     with cuda_attention.on_cuda(), mock.patch.object(torch.autocast, "__init__", checked):
         yield

@@ -363,9 +363,9 @@ def _misfit_of_operands(members: Sequence[fx.Node], matrix: Matrix, threads: int
         if len(argument_steps) != 1:
             return f"{argument.name} is read in two ways"
         steps += argument_steps - {blocks.AS_IT_IS}
-    sparse = any(step is None or not all(step) for step in steps)
+    broadcast = any(step is None or not all(step) for step in steps)
     called = [node for node in members if not ops.is_view(node.target)]
-    if not blocks.may_block(called, matrix, threads, broadcast=sparse):
+    if not blocks.may_block(called, matrix, threads, broadcast=broadcast):
         return f"{threads} threads share {matrix.rows} rows of {matrix.columns} in another way than a block's"
     return ""
 

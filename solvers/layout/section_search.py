@@ -90,7 +90,7 @@ def _fits(state: SearchState, list_at: int, capacity: int) -> bool:
     """Sort a list by floor, then rank, and see whether its sections can hold it; if not, to what that is due."""
     lists, ranks, floor, top = state.lists, state.ranks, state.floor, state.top
     stop = list_at + 1 + lists[list_at]
-    lo, hi, work = len(top), 0, 0
+    first, end, work = len(top), 0, 0
     for k in range(list_at + 1, stop):
         storage, rank = lists[k], ranks[k]
         place = k
@@ -102,18 +102,18 @@ def _fits(state: SearchState, list_at: int, capacity: int) -> bool:
             place -= 1
         lists[place], ranks[place] = storage, rank
         work += k - place + 1
-        lo, hi = min(lo, state.first[storage]), max(hi, state.end[storage])
-    for section in range(lo, hi):
+        first, end = min(first, state.first[storage]), max(end, state.end[storage])
+    for section in range(first, end):
         top[section] = 0
     for k in range(list_at + 1, stop):
         storage = lists[k]
         for section in range(state.first[storage], state.end[storage]):
-            high = max(top[section], floor[storage]) + state.size[storage]
-            if high > capacity:
+            top_behind = max(top[section], floor[storage]) + state.size[storage]
+            if top_behind > capacity:
                 state.at[WORK] += work + stop - list_at
                 _blame(state, list_at, section)
                 return False
-            top[section] = high
+            top[section] = top_behind
         work += state.end[storage] - state.first[storage]
     state.at[WORK] += work
     return True

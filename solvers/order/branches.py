@@ -103,12 +103,12 @@ def _best_place(problem: OrderProblem, position: LongArray, inside: BoolArray, e
     live = _timeline(position[problem.producer[~own]], last[~own] + 1, problem.size[~own], end)
     held = _timeline(last[is_input] + 1, np.full(int(is_input.sum()), end), problem.size[is_input], end)
     left_behind = int(problem.size[own & problem.kept].sum())
-    nothing = np.zeros(1, dtype=np.int64)
-    until = np.maximum.accumulate(np.concatenate([nothing, live + held]))
-    from_there = np.maximum.accumulate(np.concatenate([live + left_behind, nothing])[::-1])[::-1]
-    total = np.concatenate([nothing, np.cumsum(held)]) + left_behind * np.arange(end, -1, -1)
-    peak = np.maximum(until, from_there)[first:]
-    return first + int(np.lexsort((total[first:], peak))[0])
+    zero = np.zeros(1, dtype=np.int64)
+    peak_before = np.maximum.accumulate(np.concatenate([zero, live + held]))
+    peak_from = np.maximum.accumulate(np.concatenate([live + left_behind, zero])[::-1])[::-1]
+    added_sum = np.concatenate([zero, np.cumsum(held)]) + left_behind * np.arange(end, -1, -1)
+    peak = np.maximum(peak_before, peak_from)[first:]
+    return first + int(np.lexsort((added_sum[first:], peak))[0])
 
 
 def _timeline(born: LongArray, dead: LongArray, size: LongArray, steps: Step) -> LongArray:

@@ -307,19 +307,19 @@ def _peaks(
                 is_reused[candidate] = True
                 last[candidate] = position[maker] - 1
                 break
-    ended = np.zeros(count, dtype=np.int64)
+    ending = np.zeros(count, dtype=np.int64)
     change = np.zeros(count + 1, dtype=np.int64)
     for buffer in range(len(size)):
         change[position[producer[buffer]]] += size[buffer]
         change[last[buffer] + 1] -= size[buffer]
-    current, live, need, between = 0, 0, 0, 0
+    current, peak, peak_with_workspace, in_flight = 0, 0, 0, 0
     for step in range(count):
         op = order[step]
         current += change[step]
-        live = max(live, current)
-        between -= ended[op]
-        need = max(need, current + between + workspace[op])
+        peak = max(peak, current)
+        in_flight -= ending[op]
+        peak_with_workspace = max(peak_with_workspace, current + in_flight + workspace[op])
         if wait[op] >= 0:
-            between += workspace[op]
-            ended[wait[op]] = workspace[op]
-    return live, need
+            in_flight += workspace[op]
+            ending[wait[op]] = workspace[op]
+    return peak, peak_with_workspace

@@ -330,13 +330,13 @@ class Bounds:
         capacity = np.concatenate([capacity, np.floor(time * scale).astype(np.int64)])
         flow = max_flow.SimpleMaxFlow()
         flow.add_arcs_with_capacity(network.tail, network.head, capacity)
-        yes = np.zeros(2 + 2 * order.num_buffers + order.num_ops, dtype=np.bool_)
+        source_side = np.zeros(2 + 2 * order.num_buffers + order.num_ops, dtype=np.bool_)
         value = 0.0
         if flow.num_nodes() > _SINK and (network.tail == _SOURCE).any():
             flow.solve(_SOURCE, _SINK)
             value = flow.optimal_flow() / scale
-            yes[flow.get_source_side_min_cut()] = True
-        needed, rerun, whole = np.split(yes[2:], np.cumsum([order.num_buffers, order.num_ops]))
+            source_side[flow.get_source_side_min_cut()] = True
+        needed, rerun, whole = np.split(source_side[2:], np.cumsum([order.num_buffers, order.num_ops]))
         kept = needed & ~network.free & ~(rerun[order.producer] & self.problem.droppable)
         size, extra = np.where(whole, order.size, size), np.where(whole, 0.0, extra)
         return Cut(

@@ -88,15 +88,15 @@ class Choice:
             if low.peak_bytes <= least:
                 break
             lower = self._solve(max(least, int(low.peak_bytes * (1 - effort.lower_share * 2**number))), frontiers)
-            little = low.peak_bytes - lower.peak_bytes <= effort.little_share * low.peak_bytes
+            is_little_lower = low.peak_bytes - lower.peak_bytes <= effort.little_share * low.peak_bytes
             if lower.peak_bytes < low.peak_bytes:
                 low = lower
-            if little:
+            if is_little_lower:
                 break
         as_low = [taken for taken, frontier in frontiers.items() if frontier.lowest <= low.peak_bytes]
-        again = self._solve(low.peak_bytes, frontiers, sets=as_low)
-        same = (again.reruns, again.taken) == (low.reruns, low.taken)
-        return tuple(self._least(one) for one in ((again,) if same else (again, low)))
+        cheap = self._solve(low.peak_bytes, frontiers, sets=as_low)
+        same = (cheap.reruns, cheap.taken) == (low.reruns, low.taken)
+        return tuple(self._least(solution) for solution in ((cheap,) if same else (cheap, low)))
 
     @functools.cached_property
     def bounds(self) -> Bounds:

@@ -196,7 +196,7 @@ class _Writer:
     def _order(self, number: dict[OpIndex, OpIndex], buffers: Sequence[BufferIndex]) -> OrderProblem:
         """The ordering problem with everything numbered anew."""
         order = self.order
-        anew = {buffer: new for new, buffer in enumerate(buffers)}
+        buffer_number = {buffer: new for new, buffer in enumerate(buffers)}
         specs: list[BufferSpec] = [
             (
                 self.sizes[buffer],
@@ -218,7 +218,7 @@ class _Writer:
             edges,
             specs,
             self._row(number, order.workspace.tolist(), [extra.workspace for extra, _ in self.extras]),
-            [[anew[reused] for reused in self.reusable[buffer]] for buffer in buffers],
+            [[buffer_number[reused] for reused in self.reusable[buffer]] for buffer in buffers],
         )
 
     def _buffers(self, number: dict[OpIndex, OpIndex]) -> list[BufferIndex]:

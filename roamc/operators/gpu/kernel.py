@@ -385,8 +385,8 @@ class _Kernel:
     def _pass(self, level: int) -> list[str]:
         """The lines of one pass over rows in pieces: the sums and results that depend on as many sums before them."""
         sums = [value for value in self.lines.values if value.reduced and value.reads[0].level == level]
-        done = [one for one in self.stored if not one.per_row and one.value.level == level]
-        roots = [value.reads[0] for value in sums] + [one.value for one in done]
+        stores = [store for store in self.stored if not store.per_row and store.value.level == level]
+        roots = [value.reads[0] for value in sums] + [store.value for store in stores]
         needed = _closure(roots)
         available = [value for value in self.lines.values if not value.reduced and value.level <= level]
         once = [value for value in available if value.reach in (Reach.ROW, Reach.ONE) and value.level == level]
@@ -399,9 +399,9 @@ class _Kernel:
             looped = [v for v in available if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
             for value in looped:
                 inner.append(_assigned(value, self._mask(value)))
-                inner += [self._store(one) for one in done if one.value is value]
+                inner += [self._store(store) for store in stores if store.value is value]
             inner += [self._accumulated(value) for value in sums]
-            inner += [self._store(one) for one in done if one.value not in looped]
+            inner += [self._store(store) for store in stores if store.value not in looped]
             lines += [f"    {line}" for line in inner]
         lines += [f"{v.name} = {REDUCED[v.reduced].function}({v.name}, 1, keep_dims=True)" for v in sums]
         return lines
