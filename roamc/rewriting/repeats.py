@@ -31,7 +31,7 @@ def repeats(graph: TrainGraph, live: LiveNodes) -> dict[fx.Node, fx.Node]:
     """Return each operator that repeats an earlier one of its phase, whose result still lives, to that earlier one.
 
     An operator repeats another if both are the same call on the same values, see :func:`may_repeat`. Neither its result
-    nor its arguments may be written over or belong to the caller. Operators of the update are left out.
+    nor its arguments may be written over or handed to the caller. Operators of the update are left out.
 
     Args:
         graph: stays as it is.
