@@ -193,12 +193,12 @@ def check_called(replicas: Iterable[Replica], called: Sequence[Replica], updated
 
 
 def average(
-    w: Writer, gradients: Mapping[str, fx.Node], replicas: Sequence[Replica], order: Sequence[str]
+    writer: Writer, gradients: Mapping[str, fx.Node], replicas: Sequence[Replica], order: Sequence[str]
 ) -> tuple[dict[str, fx.Node], tuple[str, ...]]:
     """Append the mean over all ranks of every gradient that a module averages.
 
     Args:
-        w: writes into the graph, behind backward.
+        writer: writes into the graph, behind backward.
         gradients: parameter name to the node of its gradient on this rank.
         replicas: the DistributedDataParallel modules of the model.
         order: the second result of an earlier capture, to be kept; empty for the first capture, which takes the order
@@ -212,12 +212,12 @@ def average(
         CaptureError: other averaged parameters have gradients than in ``order``.
     """
     owner = {name: replica for replica in replicas for name in replica.parameters if name in gradients}
-    position = {node: index for index, node in enumerate(w.graph.nodes)}
+    position = {node: index for index, node in enumerate(writer.graph.nodes)}
     names = tuple(sorted(owner, key=lambda name: position[gradients[name]]))
     if order and set(order) != set(names):
-        odd = min(set(order).symmetric_difference(names))
+        differing = min(set(order).symmetric_difference(names))
         raise CaptureError(
-            f"this batch gives gradients to other parameters than the first one did ({odd}); ranks would wait for "
+            f"this batch gives gradients to other parameters than the first one did ({differing}); ranks would wait for "
             "each other: let every step of a DistributedDataParallel module use the same parameters"
         )
     means: dict[tuple[fx.Node, str], fx.Node] = {}
@@ -225,24 +225,24 @@ def average(
     for name in order or names:
         key = (gradients[name], owner[name].group)
         if key not in means:
-            means[key] = _mean(w, gradients[name], owner[name])
+            means[key] = _mean(writer, gradients[name], owner[name])
         averaged[name] = means[key]
     return averaged, tuple(order or names)
 
 
-def _mean(w: Writer, gradient: fx.Node, replica: Replica) -> fx.Node:
+def _mean(writer: Writer, gradient: fx.Node, replica: Replica) -> fx.Node:
     """Append the mean of one gradient over the ranks, with its elements in memory in the order of the gradient's.
 
     Each rank divides before the sum, as torch's reducer does.
     """
-    part = w.call(aten.mul.Tensor, gradient, 1.0 / replica.ranks)
+    part = writer.call(aten.mul.Tensor, gradient, 1.0 / replica.ranks)
     value = part.meta["val"]
     dims = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
     turned = not value.is_contiguous() and value.permute(dims).is_contiguous()
     if turned:
-        part = w.call(aten.permute.default, part, dims)
-    whole = w.call(torch.ops.roamc_collective.all_reduce.default, part, "sum", replica.group)
-    return w.call(aten.permute.default, whole, [dims.index(dim) for dim in range(len(dims))]) if turned else whole
+        part = writer.call(aten.permute.default, part, dims)
+    whole = writer.call(torch.ops.roamc_collective.all_reduce.default, part, "sum", replica.group)
+    return writer.call(aten.permute.default, whole, [dims.index(dim) for dim in range(len(dims))]) if turned else whole
 
 
 def groups_of(replicas: Sequence[Replica]) -> tuple[str, ...]:
