@@ -191,37 +191,37 @@ def _sgd_scalars(group: Group, step: float, first: bool) -> dict[str, float]:
     }
 
 
-def _sgd_write(w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
+def _sgd_write(writer: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
     if group.get("fused"):
-        _fused_sgd(w, param, grad, states, n, group)
+        _fused_sgd(writer, param, grad, states, n, group)
         return
     if group.get("maximize"):
-        grad = w.call(aten.neg.default, grad)
+        grad = writer.call(aten.neg.default, grad)
     if group["weight_decay"]:
-        grad = w.call(aten.add.Tensor, grad, param, alpha=n["weight_decay"])
+        grad = writer.call(aten.add.Tensor, grad, param, alpha=n["weight_decay"])
     if group["momentum"]:
         buffer = states["momentum_buffer"]
-        w.call(aten.mul_.Tensor, buffer, n["momentum"])
-        w.call(aten.add_.Tensor, buffer, grad, alpha=n["one_minus_dampening"])
-        grad = w.call(aten.add.Tensor, grad, buffer, alpha=n["momentum"]) if group.get("nesterov") else buffer
-    w.call(aten.add_.Tensor, param, grad, alpha=n["minus_lr"])
+        writer.call(aten.mul_.Tensor, buffer, n["momentum"])
+        writer.call(aten.add_.Tensor, buffer, grad, alpha=n["one_minus_dampening"])
+        grad = writer.call(aten.add.Tensor, grad, buffer, alpha=n["momentum"]) if group.get("nesterov") else buffer
+    writer.call(aten.add_.Tensor, param, grad, alpha=n["minus_lr"])
 
 
-def _fused_sgd(w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
-    w.call(
+def _fused_sgd(writer: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
+    writer.call(
         aten._fused_sgd_.default,
-        [param], [_in_the_order_of(param, grad, w)], [states["momentum_buffer"]] if group["momentum"] else [],
+        [param], [_in_the_order_of(param, grad, writer)], [states["momentum_buffer"]] if group["momentum"] else [],
         weight_decay=n["weight_decay"], momentum=n["momentum"], lr=n["lr"], dampening=n["dampening"],
         nesterov=bool(group.get("nesterov")), maximize=bool(group.get("maximize")), is_first_step=n["is_first_step"],
     )  # fmt: skip
 
 
-def _in_the_order_of(param: fx.Node, grad: fx.Node, w: Writer) -> fx.Node:
+def _in_the_order_of(param: fx.Node, grad: fx.Node, writer: Writer) -> fx.Node:
     """Return the gradient with the strides of ``param``, as fused kernels read both from front to back."""
     if grad.meta["val"].stride() == param.meta["val"].stride():
         return grad
-    dense = w.call(aten.empty_like.default, param)
-    return w.call(aten.copy_.default, dense, grad)
+    dense = writer.call(aten.empty_like.default, param)
+    return writer.call(aten.copy_.default, dense, grad)
 
 
 def _adam_states(group: Group) -> tuple[str, ...]:
@@ -247,39 +247,39 @@ def _adam_scalars(group: Group, step: float, first: bool) -> dict[str, float]:
 
 
 def _adam_write(decoupled: Callable[[Group], bool]) -> Callable[..., None]:
-    def write(w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
+    def write(writer: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
         if group.get("fused"):
-            _fused_adam(w, param, grad, states, n, group, decoupled(group))
+            _fused_adam(writer, param, grad, states, n, group, decoupled(group))
             return
         if group.get("maximize"):
-            grad = w.call(aten.neg.default, grad)
+            grad = writer.call(aten.neg.default, grad)
         if group["weight_decay"] and decoupled(group):
-            w.call(aten.mul_.Tensor, param, n["decay"])
+            writer.call(aten.mul_.Tensor, param, n["decay"])
         elif group["weight_decay"]:
-            grad = w.call(aten.add.Tensor, grad, param, alpha=n["weight_decay"])
+            grad = writer.call(aten.add.Tensor, grad, param, alpha=n["weight_decay"])
         first, second = states["exp_avg"], states["exp_avg_sq"]
-        w.call(aten.lerp_.Scalar, first, grad, n["one_minus_beta1"])
-        w.call(aten.mul_.Tensor, second, n["beta2"])
-        w.call(aten.addcmul_.default, second, grad, grad, value=n["one_minus_beta2"])
+        writer.call(aten.lerp_.Scalar, first, grad, n["one_minus_beta1"])
+        writer.call(aten.mul_.Tensor, second, n["beta2"])
+        writer.call(aten.addcmul_.default, second, grad, grad, value=n["one_minus_beta2"])
         if group["amsgrad"]:
-            largest = w.call(aten.maximum.default, states["max_exp_avg_sq"], second)
-            w.call(aten.copy_.default, states["max_exp_avg_sq"], largest)
+            largest = writer.call(aten.maximum.default, states["max_exp_avg_sq"], second)
+            writer.call(aten.copy_.default, states["max_exp_avg_sq"], largest)
             second = states["max_exp_avg_sq"]
-        denominator = w.call(aten.sqrt.default, second)
-        w.call(aten.div_.Tensor, denominator, n["root_correction2"])
-        w.call(aten.add_.Tensor, denominator, n["eps"])
-        w.call(aten.addcdiv_.default, param, first, denominator, value=n["minus_step_size"])
+        denominator = writer.call(aten.sqrt.default, second)
+        writer.call(aten.div_.Tensor, denominator, n["root_correction2"])
+        writer.call(aten.add_.Tensor, denominator, n["eps"])
+        writer.call(aten.addcdiv_.default, param, first, denominator, value=n["minus_step_size"])
 
     return write
 
 
 def _fused_adam(
-    w: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group, decoupled: bool
+    writer: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group, decoupled: bool
 ) -> None:
     largest = [states["max_exp_avg_sq"]] if group["amsgrad"] else []
-    w.call(
+    writer.call(
         aten._fused_adamw_.default if decoupled else aten._fused_adam_.default,
-        [param], [_in_the_order_of(param, grad, w)], [states["exp_avg"]], [states["exp_avg_sq"]], largest,
+        [param], [_in_the_order_of(param, grad, writer)], [states["exp_avg"]], [states["exp_avg_sq"]], largest,
         [states["step"]],
         lr=n["lr"], beta1=n["beta1"], beta2=n["beta2"], weight_decay=n["weight_decay"], eps=n["eps"],
         amsgrad=bool(group["amsgrad"]), maximize=bool(group.get("maximize")),

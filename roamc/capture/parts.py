@@ -90,40 +90,40 @@ def check_clipping(graph: fx.Graph, parameters: Mapping[str, torch.Tensor], aver
 
 
 def clipped(
-    w: Writer, grads: Mapping[str, fx.Node], limit: float, parameters: Mapping[str, torch.Tensor]
+    writer: Writer, grads: Mapping[str, fx.Node], limit: float, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, fx.Node]:
     """Append ``torch.nn.utils.clip_grad_norm_`` with the 2-norm, operator by operator; return the clipped gradients.
 
     A gradient in parts counts once, whatever the number of ranks, and so does one that every rank holds whole.
 
     Args:
-        w: writes into the graph, behind backward.
+        writer: writes into the graph, behind backward.
         grads: parameter name to the node of its gradient, on this rank; not empty.
         limit: the largest norm of all gradients together.
         parameters: name to live parameter.
     """
-    norms = {name: w.call(aten.linalg_vector_norm.default, grad, 2.0) for name, grad in grads.items()}
+    norms = {name: writer.call(aten.linalg_vector_norm.default, grad, 2.0) for name, grad in grads.items()}
     shared: dict[tuple[str, ...], list[str]] = {}
     for name in norms:
         shared.setdefault(compat_dtensor.split_groups(parameters[name]), []).append(name)
     for groups, names in shared.items():
         if groups:
-            norms.update(zip(names, _over_ranks(w, [norms[name] for name in names], groups), strict=True))
-    total = w.call(aten.linalg_vector_norm.default, w.call(aten.stack.default, list(norms.values())), 2.0)
-    shifted = w.call(aten.add.Tensor, total, 1e-6)
-    ratio = w.call(aten.mul.Tensor, w.call(aten.reciprocal.default, shifted), limit)
-    factor = w.call(aten.clamp.default, ratio, None, 1.0)
+            norms.update(zip(names, _over_ranks(writer, [norms[name] for name in names], groups), strict=True))
+    total = writer.call(aten.linalg_vector_norm.default, writer.call(aten.stack.default, list(norms.values())), 2.0)
+    shifted = writer.call(aten.add.Tensor, total, 1e-6)
+    ratio = writer.call(aten.mul.Tensor, writer.call(aten.reciprocal.default, shifted), limit)
+    factor = writer.call(aten.clamp.default, ratio, None, 1.0)
     # Out of place: two parameters may share one gradient.
-    return {name: w.call(aten.mul.Tensor, grad, factor) for name, grad in grads.items()}
+    return {name: writer.call(aten.mul.Tensor, grad, factor) for name, grad in grads.items()}
 
 
-def _over_ranks(w: Writer, norms: Sequence[fx.Node], groups: Sequence[str]) -> list[fx.Node]:
+def _over_ranks(writer: Writer, norms: Sequence[fx.Node], groups: Sequence[str]) -> list[fx.Node]:
     """Append the norms of whole gradients, of the ``norms`` of their parts on this rank, all in one collective a group.
 
     Each is squared, summed over the ranks, and its root taken, as torch does for DTensors.
     """
-    squares = w.call(aten.pow.Tensor_Scalar, w.call(aten.stack.default, list(norms)), 2)
+    squares = writer.call(aten.pow.Tensor_Scalar, writer.call(aten.stack.default, list(norms)), 2)
     for group in groups:
-        squares = w.call(torch.ops.roamc_collective.all_reduce.default, squares, "sum", group)
-    whole = w.call(aten.pow.Tensor_Scalar, squares, 0.5)
-    return [w.call(aten.select.int, whole, 0, index) for index in range(len(norms))]
+        squares = writer.call(torch.ops.roamc_collective.all_reduce.default, squares, "sum", group)
+    whole = writer.call(aten.pow.Tensor_Scalar, squares, 0.5)
+    return [writer.call(aten.select.int, whole, 0, index) for index in range(len(norms))]

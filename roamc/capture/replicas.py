@@ -215,9 +215,9 @@ def average(
     position = {node: index for index, node in enumerate(writer.graph.nodes)}
     names = tuple(sorted(owner, key=lambda name: position[gradients[name]]))
     if order and set(order) != set(names):
-        differing = min(set(order).symmetric_difference(names))
+        other = min(set(order).symmetric_difference(names))
         raise CaptureError(
-            f"this batch gives gradients to other parameters than the first one did ({differing}); ranks would wait for "
+            f"this batch gives gradients to other parameters than the first one did ({other}); ranks would wait for "
             "each other: let every step of a DistributedDataParallel module use the same parameters"
         )
     means: dict[tuple[fx.Node, str], fx.Node] = {}

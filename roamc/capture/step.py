@@ -483,9 +483,9 @@ class _Assembly:
     def _averaged(self) -> set[str]:
         return {name for replica in self.traced.replicas for name in replica.parameters}
 
-    def _clip(self, w: Writer, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
+    def _clip(self, writer: Writer, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
         limit = self.request.clip_grad_norm
-        return grads if limit is None or not grads else clipped(w, grads, limit, self.traced.parameters)
+        return grads if limit is None or not grads else clipped(writer, grads, limit, self.traced.parameters)
 
     def _notes(self, gradients: list[fx.Node]) -> tuple[str, ...]:
         if self.request.clip_grad_norm is None:
