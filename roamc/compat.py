@@ -421,7 +421,11 @@ _KEPT = ("_flat_weight_refs",)
 
 
 def with_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
-    """Return ``tensor`` with the lazy bits that are asked for: a conjugated view, a negated view, both or neither."""
+    """Return ``tensor`` as a view that is lazily conjugated, negated or both; itself where neither is asked for.
+
+    A bit that ``tensor`` has already is turned off where it is asked for, and stays where it is not. A real tensor has
+    no conjugate: ``conj`` does nothing to it.
+    """
     if conj:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if neg else tensor

@@ -114,7 +114,10 @@ def known_rank_in(group_name: Any) -> int | None:
 
 
 def numbers_in(group_name: Any) -> list[int]:
-    """Return the numbers, among all ranks of the job, of the ranks in a group; ``group_name`` as for :func:`ranks_in`.
+    """Return the number, among all ranks of the job, of each rank of a group, in the group's order.
+
+    Args:
+        group_name: as for :func:`ranks_in`.
 
     Raises:
         RuntimeError: this process knows no such group.

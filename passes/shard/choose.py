@@ -97,7 +97,7 @@ def is_source(node: fx.Node) -> bool:
 def groups(graph: TrainGraph) -> list[object]:
     """Return the groups of ranks over which forward sums activations, each once, in the order of their first sums.
 
-    A group is what the operators of the graph are called with to name it.
+    Each is given as in the arguments of the graph's operators: by its name, or as the process group itself.
     """
     forward = [node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD]
     return list(dict.fromkeys(group_of(node) for node in forward if is_source(node)))

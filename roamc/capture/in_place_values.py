@@ -9,8 +9,8 @@ What has been written over cannot be made again from what it was, so that no bud
 argument; and where no operator runs again, :mod:`roamc.passes.reuse` writes ``y`` over ``x`` as before. The copy that
 autograd keeps of an ``x`` that is about to be written over goes with it: its readers read ``x``.
 
-As they are stay: operators that write to an input of the step, to a part of a storage, or to a storage that is read
-behind under another name, and those that :mod:`roamc.passes.reuse` could not write over their argument.
+Some operators stay as they are: those that write to an input of the step, to a part of a storage, or to a storage that
+is read afterwards under an older name, and those that :mod:`roamc.passes.reuse` could not write over their argument.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ aten = torch.ops.aten
 def as_values(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Replace in-place operators by operators that make a value, where nothing reads the old value afterwards.
 
-    Every reader keeps what it reads. A node whose operator is replaced gets the key ``WROTE_OVER`` in its ``meta``.
-    Views without readers are erased, and so are the copies of an argument that autograd makes before the argument is
-    written over.
+    Every reader still reads the same values. A node whose operator is replaced gets ``meta[WROTE_OVER] = True``. Views
+    without readers are erased, and so are the copies of an argument that autograd makes before the argument is
+    written over, if they lie as it does and nothing else writes to either.
 
     Args:
         graph: of forward and backward, changed in place.

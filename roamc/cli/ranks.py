@@ -83,14 +83,16 @@ class Ranks:
 def among_ranks(device: str, said: Callable[[Exception], str]) -> Iterator[Ranks]:
     """Context manager: join the other ranks that ``torchrun`` has started, and leave them at the end.
 
-    They talk by gloo, and by NCCL of what lies on GPUs. Without ``torchrun`` this process is alone.
+    They talk by gloo, and by NCCL for tensors on GPUs. Without ``torchrun`` this process is alone.
 
     Args:
-        device: as the user names it; of GPUs each rank has the one of its number in its node.
+        device: as the user names it; for "cuda" each rank has the GPU of its number in its node, and torch uses that
+            from then on if it is there.
         said: as for :class:`Ranks`.
 
     Raises:
         OptionError: ``torchrun`` has started one rank, or ``device`` is a GPU with a number.
+        RanksError: nodes have different numbers of ranks.
     """
     if not dist.is_available() or not dist.is_torchelastic_launched():
         yield Ranks(None, device, said)

@@ -40,6 +40,8 @@ def outs_of(operator: Any, target: Any) -> tuple[str, ...] | None:
 def by_name(operator: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of ``operator`` by their names, defaults included.
 
+    An argument that is missing, and has no default, is None; that is no error here.
+
     Raises:
         TypeError: the call has more positional arguments than the schema, an unknown keyword, or an argument twice.
     """

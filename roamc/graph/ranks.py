@@ -80,7 +80,11 @@ _attempts = _Attempts()
 
 
 def begin() -> None:
-    """Note that this process begins to compile another graph, as the other ranks do."""
+    """Number the graph that this process begins to compile; :func:`give_up` and :func:`texts_of` then mean this one.
+
+    Numbers count up: call this once for each graph, so that ranks that compile the same graphs in one order have the
+    same numbers.
+    """
     _attempts.begin()
 
 

@@ -493,14 +493,14 @@ class Walk:
         """Run a graph of its own, such as the members of a group, on values of this one.
 
         Args:
-            body: its placeholders are tensors, its output node has one tensor or several.
-            arguments: for each placeholder the content of the storage of what stands for it; of a number its own
-                number.
-            name: of an operator.
+            body: its placeholders are tensors or plain numbers, its output node has one tensor or several.
+            arguments: one for each placeholder: the content of the tensor's storage, or what :meth:`given` returns for
+                a plain number.
+            name: the operator of ``body`` that is asked for; "" for the last one.
 
         Returns:
-            (number of the operator ``name``, or of the last one if there is none, content of the storage of each
-            result).
+            (number of that operator, or of the last one if ``body`` has none with that name, content of the storage of
+            each result).
         """
         walk, contents = Walk(self.numbers), iter(arguments)
         walk.state = self.numbers.of("generator inside")  # no draw outside has it, so that none is repeated inside

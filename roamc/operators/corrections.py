@@ -71,13 +71,13 @@ def derived_anew(node: fx.Node, mode: FakeTensorMode, copies: dict[str, str]) ->
     """Return the result of the real kernel of ``node`` for the fake values that its arguments have now.
 
     Args:
-        node: calls an operator with a schema, or ``getitem``; its value stays as it is. Where an argument lies as the
-            operator does not take it, ``node`` reads a copy of the argument from now on.
+        node: calls an operator with a schema, or ``getitem``; its value stays as it is. Where the operator does not
+            take the strides of an argument, a copy is put in front of ``node``, which reads it from now on.
         mode: the fake mode of its tensors.
         copies: gets an entry for each such copy: its name to that of ``node``.
 
     Raises:
-        RuntimeError: the operator does not take such arguments.
+        Exception: as the operator's fake kernel raises, mostly RuntimeError, if it does not take such arguments.
     """
     _lay_out_arguments(node, mode, copies)
     return corrected(node, _derive(node, mode, copies), mode)

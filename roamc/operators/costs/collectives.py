@@ -1,6 +1,6 @@
 """Workspace of collectives on a CPU, where gloo runs them: read off the heap with torch 2.13, 2 and 4 ranks.
 
-Each formula takes a call and its first result ``made`` and returns bytes. gloo sends in pieces, of which two are under
+Each formula takes a call and its first ``result`` and returns bytes. gloo sends in pieces, of which two are under
 way at a time.
 
     all-reduce          two pieces; up to half of the tensor

@@ -1,6 +1,6 @@
 """Workspace of factors, inverses and functions of matrices on a CPU: read off the heap with torch 2.13.
 
-Each formula takes a call and its first result ``made`` and returns bytes. LAPACK's buffer is counted once for all
+Each formula takes a call and its first ``result`` and returns bytes. LAPACK's buffer is counted once for all
 matrices of a batch, its pivots and flags once for each.
 """
 

@@ -1,6 +1,6 @@
 """Workspace of operators that read, sort or add by index, on a CPU: read off the heap with torch 2.13.
 
-Each formula takes a call and its first result ``made`` and returns bytes.
+Each formula takes a call and its first ``result`` and returns bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def largest_per_thread(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def sorted_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``sort``, at most; its first ``result`` is not read.
+    """Return the bytes that each thread takes at most in a call of ``sort``: 8 for every element along ``dim``.
 
-    They are an index of 8 bytes for every element along ``dim``.
+    The call's first ``result`` is not read.
     """
     return INDEX * _along(call)
 

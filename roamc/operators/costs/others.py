@@ -1,6 +1,6 @@
 """Workspace of other operators on a CPU: norms, losses, sums, transforms, distances.
 
-Each formula takes a call and its first result ``made`` and returns bytes.
+Each formula takes a call and its first ``result`` and returns bytes.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def safe_softmax(call: Call, result: torch.Tensor) -> Bytes:
 def losses(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of a loss that gives ``result`` first.
 
-    It is the loss of every element if these are summed or averaged, and in half precision the same in float32, to be
-    summed; without a reduction 0.
+    Where the losses of the elements are summed or averaged, it is these losses, and in half precision a copy of them in
+    float32, which is what is summed; without a reduction it is 0.
     """
     read = tensor_at(call, 0)
     return read.nbytes + half_in_float32(call, read) if result.numel() < read.numel() else 0

@@ -66,7 +66,10 @@ def seconds_of(runs: Sequence[Callable[[], None]], device: torch.device) -> list
 
 @contextlib.contextmanager
 def borrowed(device: torch.device) -> Iterator[None]:
-    """Within this context, work on ``device``; what was allocated there goes back to the GPU at its end."""
+    """Context manager: make the GPU ``device`` the current one, and give back what torch's allocator caches at the end.
+
+    Memory of tensors that are still there is not given back.
+    """
     with torch.cuda.device(device):
         try:
             yield

@@ -21,7 +21,10 @@ KEPT = frozenset({*dir(builtins), *keyword.kwlist, "tl", "triton"})
 
 
 def described(body: fx.Graph) -> str:
-    """Return all of a group that its kernel depends on, names apart: operators, arguments, and how tensors lie."""
+    """Return, as text, what the kernel of a group depends on; equal for groups that differ in the names of nodes alone.
+
+    It has the operators, their arguments, and the dtypes, shapes and strides of all tensors.
+    """
     number = {node: f"%{at}" for at, node in enumerate(body.nodes)}
     lines = []
     for node in body.nodes:
