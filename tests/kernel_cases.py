@@ -19,7 +19,7 @@ from torch import Tensor
 from roamc.operators.counter import counter_mask, draw_seeds
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.random import dropout_mask
-from roamc.operators.shards import own_classes, own_part
+from roamc.operators.shards import own_classes, own_indices, own_part
 
 aten = torch.ops.aten
 collective = torch.ops.roamc_collective
@@ -492,6 +492,12 @@ def rows_of_a_rank(dtype: torch.dtype) -> list[Call]:
 def classes_of_a_rank(dtype: torch.dtype) -> list[Call]:
     targets = torch.tensor([[0, 3, -100, 2], [7, 5, 3, 9]])
     return [call(targets, 10, -100, 1, alone()), call(targets.clamp(0).t(), 10, 3, 1, alone())]
+
+
+@cases((torch.int64, torch.int32), own_indices)
+def indices_of_a_rank(dtype: torch.dtype) -> list[Call]:
+    indices = torch.tensor([[0, 3, -100, 2], [7, 5, 3, 9]], dtype=dtype)
+    return [call(indices, 10, -100, 1, alone()), call(indices.clamp(0).t(), 10, None, 1, alone())]
 
 
 def dense(dtype: torch.dtype) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from roamc.graph import TrainGraph, copied, output_values, placeholders
 from roamc.operators import ops
-from roamc.operators.shards import FOREIGN, own_classes, own_part
+from roamc.operators.shards import FOREIGN, own_classes, own_indices, own_part
 from roamc.options import Options
 from roamc.passes import normalize
 from tests.graphs import joint_graph
@@ -166,6 +166,8 @@ def _run(node: fx.Node, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     target: Any = node.target
     if target is own_part:
         return [args[0].chunk(args[1])[rank].clone() for rank, (args, _) in enumerate(calls)]
+    if target is own_indices:
+        return [args[0].chunk(args[3])[rank].clone() for rank, (args, _) in enumerate(calls)]
     if target is own_classes:
         return [_own_classes(*args, rank=rank) for rank, (args, _) in enumerate(calls)]
     if getattr(target, "namespace", "") == "roamc_collective":

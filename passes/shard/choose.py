@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +27,7 @@ from roamc.graph.storage_ids import all_ids, ids_of
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
 from roamc.operators.schemas import group_of
-from roamc.passes.shard.rules import PRODUCTS, Addend, Form, Local, Part, Rows, Turned, local, turned
+from roamc.passes.shard.rules import INDICES, PRODUCTS, Addend, Form, Indices, Local, Part, Rows, Turned, local, turned
 from roamc.passes.shard.varying import is_of_products, varying
 
 aten = torch.ops.aten
@@ -217,16 +218,33 @@ class _Search:
         return own and node.args[0] in self.varies and node not in self.fixed
 
     def _fixed(self) -> set[fx.Node]:
-        """Nodes that stay whole: of other regions and updates, written in place, or returned with gaps in memory."""
+        """Nodes that stay whole: of other regions, updates and indices, written in place, or returned with gaps."""
         written = all_ids(argument for node in self.nodes for argument in ops.mutated_arguments(node))
         returned = {node for node in output_values(self.graph.graph) if node is not None}
-        fixed = set(self.taken)
+        fixed = self.taken | self._indices()
         for node in self.nodes:
             dense = all(tensor.is_contiguous() for _, tensor in tensors_of(node))
             late = self.graph.phase[node.name] is Phase.UPDATE
             if late or not written.isdisjoint(ids_of(node)) or (node in returned and not dense):
                 fixed.add(node)
         return fixed
+
+    def _indices(self) -> set[fx.Node]:
+        """What indices are computed from, as far as that is integers alone: every rank checks the indices of all."""
+        integers: set[fx.Node] = set()
+        for node in self.graph.graph.nodes:
+            tensors = [tensor for _, tensor in tensors_of(node)]
+            whole = bool(tensors) and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+            if whole and integers.issuperset(node.all_input_nodes):
+                integers.add(node)
+        stays: set[fx.Node] = set()
+        waiting: list[Any] = [node.args[INDICES[node.target]] for node in self.nodes if node.target in INDICES]
+        while waiting:
+            node = waiting.pop()
+            if node in integers and node not in stays:
+                stays.add(node)
+                waiting += node.all_input_nodes
+        return stays
 
     def _spread(self, sources: list[fx.Node], read_as_rows: dict[fx.Node, None]) -> None:
         """Derive all forms anew, in graph order, from ``sources`` and the nodes in ``read_as_rows``."""
@@ -247,7 +265,7 @@ class _Search:
 
     @staticmethod
     def _is_rows(call: Local) -> bool:
-        return any(isinstance(value, Part | Addend) for value in call.args)
+        return any(isinstance(value, Part | Indices | Addend) for value in call.args)
 
     def _is_used(self, source: fx.Node) -> bool:
         """Whether an operator works on the shard of ``source``, and does not only look at it."""

@@ -58,6 +58,21 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Indices:
+    """Numbers of classes or of a table's rows, in the form of this rank's, once those of all ranks are in range.
+
+    Attributes:
+        node: the value of the captured graph.
+        size: what they must be less than.
+        ignored: a number that may be out of range; None for rows of a table.
+    """
+
+    node: fx.Node
+    size: int
+    ignored: int | None
+
+
+@dataclass(frozen=True)
 class Whole:
     """An argument as in the captured graph.
 
@@ -99,8 +114,8 @@ class Local:
 
     Attributes:
         target: what is called; None if the result is the first argument itself.
-        args: positional arguments; :class:`Part`, :class:`Turned`, :class:`Whole` and :class:`Addend` stand for
-            tensors.
+        args: positional arguments; :class:`Part`, :class:`Indices`, :class:`Turned`, :class:`Whole` and
+            :class:`Addend` stand for tensors.
         forms: form of every result, None for one that is no tensor; a single result counts as one.
         kwargs: keyword arguments, without tensors.
     """
@@ -215,6 +230,8 @@ def _elementwise(node: fx.Node, rows: Rows) -> Local | None:
         if operand is None and value is not None:
             return None
         args.append(operand)
+    if node.target in DIVISIONS and isinstance(args[1], Part) and not args[1].node.meta["val"].is_floating_point():
+        return None  # it raises where a divisor is 0, on all ranks
     kwargs = {key: value for key, value in node.kwargs.items() if key != "memory_format"}
     return Local(node.target, tuple(args), (Form.SHARD,), kwargs)
 
@@ -376,7 +393,8 @@ def _embedding(node: fx.Node, rows: Rows) -> Local | None:
     shape, indices = _shape(node), _shape(part.node)
     if shape is None or indices is None or rows.lead(shape) != rows.lead(indices) or len(indices) >= len(shape):
         return None
-    return Local(node.target, (Whole(table), part, *node.args[2:]), (Form.SHARD,))
+    own = Indices(part.node, int(table.meta["val"].shape[0]), None)
+    return Local(node.target, (Whole(table), own, *node.args[2:]), (Form.SHARD,))
 
 
 def _product(node: fx.Node, rows: Rows) -> Local | None:
@@ -431,7 +449,7 @@ NONE, MEAN, SUM = 0, 1, 2
 def _nll_loss(node: fx.Node, rows: Rows) -> Local | None:
     """The loss of each token, or their sum, and the sum of the tokens' weights; see :func:`divides` for their mean."""
     scores, target, weight, reduction, ignored = node.args
-    parts = _scores_and_target(scores, target, rows)
+    parts = _scores_and_target(scores, target, ignored, rows)
     if parts is None or not _whole(weight, rows) or overflows(node):
         return None
     how = NONE if reduction == NONE else SUM
@@ -442,7 +460,7 @@ def _nll_loss(node: fx.Node, rows: Rows) -> Local | None:
 def _nll_loss_backward(node: fx.Node, rows: Rows) -> Local | None:
     """The gradient of each row of scores; a mean is divided by the weights of the tokens of all ranks."""
     gradient, scores, target, weight, reduction, ignored, total = node.args
-    parts = _scores_and_target(scores, target, rows)
+    parts = _scores_and_target(scores, target, ignored, rows)
     if parts is None or not _whole(weight, rows) or not _is_number(total, rows):
         return None
     own = _part(gradient, rows) if reduction == NONE else Whole(gradient)  # type: ignore[arg-type]
@@ -462,14 +480,14 @@ def overflows(node: fx.Node) -> bool:
     return divides(node) and node.meta["val"][0].dtype is torch.float16
 
 
-def _scores_and_target(scores: object, target: object, rows: Rows) -> tuple[Part, Part] | None:
+def _scores_and_target(scores: object, target: object, ignored: Any, rows: Rows) -> tuple[Part, Indices] | None:
     """Rows of scores, one for each token, and the class of each token."""
     parts = _part(scores, rows), _part(target, rows)
     if parts[0] is None or parts[1] is None:
         return None
     shapes = [_shape(part.node) or () for part in parts if part is not None]
     fits = [len(shape) for shape in shapes] == [2, 1] and all(rows.lead(shape) == 1 for shape in shapes)
-    return (parts[0], parts[1]) if fits else None
+    return (parts[0], Indices(parts[1].node, shapes[0][1], ignored)) if fits else None
 
 
 def _is_number(node: object, rows: Rows) -> bool:
@@ -520,6 +538,16 @@ ELEMENTWISE = frozenset(
     }
 )
 """Operators that work element by element though torch does not say so."""
+
+INDICES: dict[object, int] = {
+    aten.embedding.default: 1,
+    aten.nll_loss_forward.default: 1,
+    aten.nll_loss_backward.default: 2,
+}
+"""Operator that raises where an index is out of range, to the position of the indices."""
+
+DIVISIONS = frozenset({aten.div.Tensor_mode, aten.remainder.Tensor, aten.remainder.Scalar_Tensor, aten.fmod.Tensor})
+"""Operators that raise where an integer is divided by 0."""
 
 RESHAPES: tuple[OpOverload, ...] = (
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default),

@@ -21,7 +21,7 @@ from roamc.graph import Role, TrainGraph, operators, output_values, placeholders
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
 from roamc.operators.schemas import group_of
-from roamc.operators.shards import own_classes, own_part
+from roamc.operators.shards import own_classes, own_indices, own_part
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ SAME_AFTER = frozenset(
 """Collectives whose result every rank of the group has."""
 
 
-OWN = (own_part, own_classes)
+OWN = (own_part, own_classes, own_indices)
 
 
 def varying(graph: TrainGraph, group: object) -> frozenset[fx.Node]:

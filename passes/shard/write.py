@@ -5,7 +5,8 @@ What stands for a value of the captured graph:
     captured                     for this rank
     a sharded value              its rows [tokens / ranks, ...]; a reader of the whole gets a gather, one for each
                                  value and phase, so that backward gathers again and only the rows are saved
-    a whole value, read as rows  roamc.own_part of it, once, where it is made
+    a whole value, read as rows  roamc.own_part of it, once, where it is made; roamc.own_indices of indices, which must
+                                 be in range on all ranks
     a sum over the ranks         this rank's addend; what reads the sum gets an all-reduce, one for all sums so far
     a view of a sharded value    made again in each phase that reads it, of that phase's gather
 """
@@ -30,9 +31,9 @@ from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
 from roamc.operators.corrections import note_results
 from roamc.operators.schemas import group_of
-from roamc.operators.shards import own_part
+from roamc.operators.shards import own_indices, own_part
 from roamc.passes.shard.choose import is_source, maker, picked_forms
-from roamc.passes.shard.rules import TURNS, Addend, Form, Local, Part, Rows, Turned, Whole, divides, local
+from roamc.passes.shard.rules import TURNS, Addend, Form, Indices, Local, Part, Rows, Turned, Whole, divides, local
 from roamc.passes.shard.varying import varying
 from roamc.rewriting.versions import erase_dead, up_to_date
 
@@ -334,7 +335,7 @@ class _Writer:
         blank = self._insert(aten.full.default, (list(whole.shape), 0.0), kwargs, phase, "blank")
         drawn = self._call(aten.native_dropout.default, (blank, share, True), {}, node)
         mask = self._insert(operator.getitem, (drawn, 1), {}, phase, "mask")
-        own = self._own_rows(mask, (), phase, behind=False)
+        own = self._own_rows(mask, (), phase, (own_part,), behind=False)
         args = (x, own, 1.0 / (1.0 - share))
         dropped = self._insert(aten.native_dropout_backward.default, args, {}, phase, "dropout")
         return Held(shard=dropped), Held(shard=own)
@@ -352,6 +353,8 @@ class _Writer:
     def _operand(self, value: Any, phase: Phase) -> Any:
         if isinstance(value, Part):
             return self._part(value, phase)
+        if isinstance(value, Indices):
+            return self._taken(value.node, (), phase, (own_indices, value.size, value.ignored))
         if isinstance(value, Whole):
             whole = self._whole(value.node, phase)
             return whole if value.shape is None else self._viewed(whole, value.shape, phase)
@@ -403,17 +406,22 @@ class _Writer:
         held = self.held[part.node]
         if held.shard is not None:
             return held.shard
-        whole = self._whole(part.node, phase)
-        key: tuple[object, ...] = (whole, part.expanded)
+        return self._taken(part.node, part.expanded, phase, (own_part,))
+
+    def _taken(self, node: fx.Node, expanded: tuple[int, ...], phase: Phase, take: tuple[Any, ...]) -> fx.Node:
+        """This rank's rows of the whole of a value, by an operator and its arguments, once for each."""
+        whole = self._whole(node, phase)
+        key: tuple[object, ...] = (whole, expanded, *take)
         made_here = whole.op == "call_function"
         key = key if made_here else (*key, phase)
-        if key in self.kept:
-            return self.kept[key]
-        then = self.phase[whole.name] if made_here else phase
-        self.kept[key] = self._own_rows(whole, part.expanded, then, behind=made_here)
+        if key not in self.kept:
+            then = self.phase[whole.name] if made_here else phase
+            self.kept[key] = self._own_rows(whole, expanded, then, take, behind=made_here)
         return self.kept[key]
 
-    def _own_rows(self, whole: fx.Node, expanded: tuple[int, ...], phase: Phase, *, behind: bool) -> fx.Node:
+    def _own_rows(
+        self, whole: fx.Node, expanded: tuple[int, ...], phase: Phase, take: tuple[Any, ...], *, behind: bool
+    ) -> fx.Node:
         """This rank's rows of ``whole``, written right behind it, or at the end of the graph so far."""
         last = whole
 
@@ -429,7 +437,7 @@ class _Writer:
             last = insert(aten.clone.default, memory_format=torch.contiguous_format)
         if lead > 1:
             last = insert(aten.view.default, [self.region.tokens, *shape[lead:]])
-        return insert(own_part, self.region.ranks, self.group)
+        return insert(*take, self.region.ranks, self.group)
 
     def _whole(self, node: fx.Node, phase: Phase) -> fx.Node:
         """The value of ``node`` itself, for a reader in ``phase``."""

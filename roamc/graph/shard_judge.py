@@ -13,6 +13,7 @@ and the states follow from the operators alone:
     own_part(R) = T               all_gather(T) = R           reduce_scatter(p) = T of all_reduce(p)
     norm, softmax, sums(T) = T    sum over the rows(T) = P    all_reduce(P) = R, reduce_scatter(P) = T
     transposed(T) = C, (C) = T, (P) = P     mm(T, R) = T                mm(C, T) = P
+    own_indices(R) = T, for look-ups and losses alone, which take no other T as indices
     sum of a loss over the tokens(T) = P    its mean is the sum over that of the weights, each of all ranks
     element by element: T with T, and with an R that has one element or row for all tokens, gives T
     anything else takes R and gives R
@@ -40,12 +41,14 @@ from roamc.compat_groups import ranks_in
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
 from roamc.graph.shard_classes import MORE_RULES, by_class, is_by_class
+from roamc.graph.shard_indices import INDEX_RULES
 from roamc.graph.shard_states import (
     COLLECTIVES,
     HELPERS,
     RULES,
     WORDS,
     R,
+    Rule,
     Value,
     elementwise,
     literals,
@@ -57,7 +60,10 @@ from roamc.graph.shard_terms import Term, Terms
 from roamc.graph.storage_ids import StorageId, ids_of
 from roamc.operators import ops
 from roamc.operators.schemas import name_of
-from roamc.operators.shards import own_classes
+from roamc.operators.shards import own_classes, own_indices
+
+ALL_RULES: dict[object, Rule] = {**RULES, **INDEX_RULES, **MORE_RULES}
+"""Operator to its rule where no argument is by class."""
 
 
 def check(before: TrainGraph, sharded: TrainGraph, after: str) -> None:
@@ -219,7 +225,7 @@ class Walk:
     def _local(self, node: fx.Node) -> tuple[Value | None, ...]:
         if is_by_class(self, node):
             return by_class(self, node)
-        rule = MORE_RULES.get(node.target, RULES.get(node.target))
+        rule = ALL_RULES.get(node.target)
         pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
         facts = ops.rule(node.target)
         if rule is not None:
@@ -246,7 +252,7 @@ class Walk:
                 continue
             if self.captured is None:
                 self.made.add(value.term)
-            elif value.term not in self.captured.made and node.target not in (*HELPERS, own_classes):
+            elif value.term not in self.captured.made and node.target not in (*HELPERS, own_classes, own_indices):
                 self.fail(node, f"makes a value that the captured graph does not have (result {at})")
             tensor = dict(tensors_of(node)).get(at)
             if tensor is not None and local_shape(value) != shape_of(tensor):

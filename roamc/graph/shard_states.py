@@ -99,8 +99,17 @@ def literals(node: fx.Node, key: Callable[[fx.Node], object], without: Sequence[
     return [*map(plain, positional), plain(kwargs)]
 
 
-def _joined(walk: Walk, node: fx.Node, values: Sequence[Value]) -> tuple[str, tuple[object, int] | None]:
-    """State and group of what is made row by row of ``values``: T if one of them is, else R."""
+def joined(walk: Walk, node: fx.Node, values: Sequence[Value]) -> tuple[str, tuple[object, int] | None]:
+    """Return state and group of what ``node`` makes row by row of ``values``: T if one of them is, else R.
+
+    Args:
+        walk: the walk over the graph.
+        node: the operator.
+        values: what it reads.
+
+    Raises:
+        VerifyError: a rank has an addend or columns of one of them, or they are rows of two groups.
+    """
     groups = {value.group for value in values if value.state == T}
     for value in values:
         if value.state not in (R, T):
@@ -170,7 +179,7 @@ def elementwise(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
     if plain and len(operands) == len(node.args) and all(value.state == P for value in operands.values()):
         return (_added(walk, node, operands),)
-    state, group = _joined(walk, node, list(operands.values()))
+    state, group = joined(walk, node, list(operands.values()))
     shape = shape_of(node.meta["val"])
     if state == T and group is not None:
         shape = (shape[0] * group[1], *shape[1:])
@@ -230,7 +239,7 @@ def along(position: int) -> Callable[[Walk, fx.Node], tuple[Value | None, ...]]:
         if first is None or any(value is None or value.shape != first.shape for value in operands.values()):
             return walk.opaque(node)
         values = [value for value in operands.values() if value is not None]
-        state, group = _joined(walk, node, values)
+        state, group = joined(walk, node, values)
         if state == T and any(value.state != T for value in values):
             walk.fail(node, "reads a whole value as if it were the rows of a rank")
         named: Any = node.args[position] if position < len(node.args) else None
@@ -267,7 +276,7 @@ def _norm(parts: Sequence[int], behind: int, sums: int) -> Callable[[Walk, fx.No
         if any(value is None for value in operands.values()):
             return walk.opaque(node)
         rows = [_of(operands, node.args[at]) for at in parts]  # type: ignore[arg-type]
-        state, group = _joined(walk, node, [_of(operands, argument) for argument in operands])
+        state, group = joined(walk, node, [_of(operands, argument) for argument in operands])
         width: Any = node.args[behind]
         if state == T:
             _check_norm(walk, node, operands, rows, width, group)
@@ -320,21 +329,6 @@ def _dropout(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     return tuple(replace(value, term=term) for term in (dropped, mask))
 
 
-def _embedding(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
-    """Rows of a table by index."""
-    table, index = (walk.argument(argument) for argument in node.args[:2])  # type: ignore[arg-type]
-    if table is None or index is None or index.state == R:
-        index = replace(index, state=R) if index is not None else None
-    if table is None or index is None or table.state != R or index.state == P:
-        return walk.opaque(node)
-    shape = (*index.shape, table.shape[-1])
-    if index.state == T and index.group is not None and not walk.shared(index.group[0])(table.term):
-        walk.fail(node, f"reads {node.args[0]}, which differs from rank to rank, for the rows of a rank")
-    key = literals(node, lambda argument: "index" if argument is node.args[1] else "table")
-    term = walk.terms.of("embedding", table.term, table.shape, index.term, *key)
-    return (Value(term, index.state, shape, index.group),)
-
-
 def _exchanged(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     """A matrix with its dimensions exchanged: rows become columns, and an addend stays one."""
     value = walk.values[node.args[0]][0]  # type: ignore[index]
@@ -342,11 +336,16 @@ def _exchanged(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     if value is None or value.state == R or len(value.shape) != 2 or not swaps:
         return walk.opaque(node)
     state = {T: C, C: T, P: P}[value.state]
-    return (Value(_as_whole(walk, node), state, value.shape[::-1], value.group),)
+    return (Value(as_whole(walk, node), state, value.shape[::-1], value.group),)
 
 
-def _as_whole(walk: Walk, node: fx.Node) -> Term:
-    """The term that ``node`` has in the captured graph, on the whole of its arguments."""
+def as_whole(walk: Walk, node: fx.Node) -> Term:
+    """Return the term that ``node`` has in the captured graph, on the whole of its arguments.
+
+    Args:
+        walk: the walk over the graph.
+        node: the operator.
+    """
 
     def key(argument: fx.Node) -> object:
         values = [value for value in walk.values[argument] if value is not None]
@@ -371,7 +370,7 @@ def _product(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     if left.state == C:
         if bias or right.state != T or right.group != group or right.shape[0] != left.shape[1]:
             walk.fail(node, "adds up over the tokens of a rank what it does not have the same rows of")
-        return (Value(_as_whole(walk, node), P, shape, group),)
+        return (Value(as_whole(walk, node), P, shape, group),)
     for value, argument in zip((*bias, right), (*node.args[: len(bias)], node.args[-1]), strict=True):
         if value.state != R:
             walk.fail(node, f"reads {argument} as a whole, and a rank has only {WORDS[value.state]} of it")
@@ -379,65 +378,16 @@ def _product(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
             walk.fail(node, f"reads {argument}, which differs from rank to rank, for the rows of a rank")
     if any((1, 1, *value.shape)[-2] != 1 for value in bias):
         walk.fail(node, f"reads {node.args[0]}, which is whole, as if it were the rows of a rank")
-    return (Value(_as_whole(walk, node), T, shape, group),)
+    return (Value(as_whole(walk, node), T, shape, group),)
 
 
-def _loss(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
-    """The loss of each token, or the sum, and the sum of the weights; the mean is the quotient of two sums."""
-    arguments = [walk.argument(argument) for argument in node.all_input_nodes]
-    values = [value for value in arguments if value is not None]
-    if len(values) < len(arguments):
-        return walk.opaque(node)
-    state, group = _joined(walk, node, values)
-    each, mean = node.args[3] == 0, node.args[3] == 1
-    if state == T:
-        _check_loss(walk, node, *node.args[:3])
-        if mean:
-            walk.fail(node, f"divides by the weights of the tokens of which a rank has {WORDS[T]}, not by those of all")
-    key = literals(node, lambda argument: _argument(walk, argument).term, without=(3,))
-    term = walk.terms.of("loss", "each" if each else "sum", *key)
-    first, weights = (walk.terms.of("result", term, at) for at in range(2))
-    if mean:
-        if walk.captured is None:
-            walk.made.add(first)
-        first = walk.terms.of("elements", aten.div.Tensor, first, weights, ("map",))
-    shape = shape_of(node.meta["val"][0])
-    if each and state == T and group is not None:
-        shape = (shape[0] * group[1],)
-    summed = P if state == T else R
-    return (Value(first, state if each else summed, shape, group), Value(weights, summed, (), group))
-
-
-def _loss_backward(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
-    """The gradient of each token's scores."""
-    arguments = [walk.argument(argument) for argument in node.all_input_nodes]
-    values = [value for value in arguments if value is not None]
-    state, group = _joined(walk, node, values)
-    if len(values) < len(arguments) or state == R:
-        return walk.opaque(node)
-    _check_loss(walk, node, *node.args[1:4])
-    gradient, total = (_argument(walk, node.args[at]) for at in (0, 6))
-    of_tokens = gradient.state == T and gradient.shape[:1] == _argument(walk, node.args[1]).shape[:1]
-    if total.state != R or of_tokens != (node.args[4] == 0) or not (of_tokens or _is_shared(walk, gradient, group)):
-        walk.fail(node, "does not take the gradient of a loss of all ranks")
-    shape = _argument(walk, node.args[1]).shape
-    return (Value(_as_whole(walk, node), T, shape, group),)
-
-
-def _check_loss(walk: Walk, node: fx.Node, scores: Any, target: Any, weight: Any) -> None:
-    """Check that scores and target are rows of the same tokens, and that all ranks have the same weights."""
-    rows, labels = _argument(walk, scores), _argument(walk, target)
-    if rows.state != T or labels.state != T or len(rows.shape) != 2 or labels.shape != rows.shape[:1]:
-        walk.fail(node, "reads rows of other tokens, or a whole value as if it were the rows of a rank")
-    if weight is not None and not _is_shared(walk, _argument(walk, weight), rows.group):
-        walk.fail(node, f"reads {weight}, which differs from rank to rank, for the rows of a rank")
-
-
-def _is_shared(walk: Walk, value: Value, group: tuple[object, int] | None) -> bool:
+def is_shared(walk: Walk, value: Value, group: tuple[object, int] | None) -> bool:
+    """Return whether ``value`` is whole, and the same on all ranks of ``group``, in the walk ``walk``."""
     return value.state == R and group is not None and walk.shared(group[0])(value.term)
 
 
-def _argument(walk: Walk, node: Any) -> Value:
+def argument_of(walk: Walk, node: Any) -> Value:
+    """Return what a rank has of the argument ``node``, which is one tensor, as it is read now in ``walk``."""
     value = walk.argument(node)
     assert value is not None
     return value
@@ -498,7 +448,22 @@ def _all_gather(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
 def _own_part(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     if walk.is_captured(node):  # the model takes its part itself, such as the columns that a layer reads
         return walk.checked(node, walk.opaque(node))
-    group = walk.group(node, node.args[1], node.args[2])
+    return own_rows(walk, node, *node.args[1:])
+
+
+def own_rows(walk: Walk, node: fx.Node, size: Any, name: Any) -> tuple[Value | None, ...]:
+    """Return the rows that ``node`` takes for a rank out of its first argument.
+
+    Args:
+        walk: the walk over the graph.
+        node: the operator.
+        size: number of ranks that its arguments say.
+        name: name of the group that its arguments say.
+
+    Raises:
+        VerifyError: the argument is not whole, differs from rank to rank, or cannot be divided among the ranks.
+    """
+    group = walk.group(node, size, name)
     value = walk.argument(node.args[0])  # type: ignore[arg-type]
     if value is None or value.state != R:
         walk.fail(node, f"takes rows of {node.args[0]}, which is not whole")
@@ -551,11 +516,8 @@ RULES: dict[object, Rule] = {
     aten.native_dropout.default: _dropout,
     aten.native_layer_norm.default: _norm((0,), behind=1, sums=0),
     aten.native_layer_norm_backward.default: _norm((0, 1, 3, 4), behind=2, sums=2),
-    aten.embedding.default: _embedding,
     **dict.fromkeys([aten.t.default, aten.transpose.int], _exchanged),
     **dict.fromkeys([aten.mm.default, aten.addmm.default], _product),
-    aten.nll_loss_forward.default: _loss,
-    aten.nll_loss_backward.default: _loss_backward,
 }
 
 for _name, _parts, _behind, _sums in (("_fused_rms_norm", (0,), 1, 0), ("_fused_rms_norm_backward", (0, 1, 3), 2, 1)):

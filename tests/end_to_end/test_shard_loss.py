@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.end_to_end.ranks import run_ranks
 from tests.parallel import BOUND, worst_error
-from tests.passes.test_shard_loss import LOSSES, Model, tokens_and_labels
+from tests.passes.test_shard_loss import LOSSES, VOCABULARY, Model, tokens_and_labels
 
 Case = tuple[str, str, str, bool]
 """Loss, which tokens have no label, way in, whether the head is split by class."""
@@ -34,6 +34,11 @@ from tests.end_to_end import test_shard_loss as tests
 for number, case in enumerate(tests.CASES[sys.argv[4]]):
     torch._dynamo.reset()
     torch.save(tests.trained(*case), f"{folder}/{number}.{rank}.pt")
+"""
+BEYOND = """
+from tests.end_to_end import test_shard_loss as tests
+for line in tests.raised(sys.argv[4], sys.argv[5] == "True"):
+    print(line)
 """
 
 
@@ -83,6 +88,42 @@ def of_one_rank(name: str, places: str) -> tuple[float, dict[str, Tensor]]:
     loss.backward()
     optimizer.step()
     return float(loss.detach()), {key: tensor.detach() for key, tensor in model.named_parameters()}
+
+
+def raised(name: str, by_class: bool) -> list[str]:
+    """What a model says, in each of the ranks, to a label and to a token that it does not have, which one rank's part
+    of the batch holds; it goes on with the same loss.
+    """
+    import roamc
+
+    model = roamc.optimize(on_ranks(name, by_class), shard="sequence")
+    tokens, labels = tokens_and_labels("borders")
+    loss, said = float(model(tokens, labels).detach()), []
+    for at in (1, 0):
+        batch = [tokens.clone(), labels.clone()]
+        batch[at].view(-1)[1] = VOCABULARY + 3
+        try:
+            model(*batch)
+        except IndexError as error:
+            said.append(str(error))
+    assert float(model(tokens, labels).detach()) == loss
+    assert "are split among 2 ranks" in str(roamc.plans()[-1].notes)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "by_class"), [("shifted", False), pytest.param("class weights", True, marks=pytest.mark.thorough)]
+)
+def test_a_label_or_token_that_names_nothing_ends_the_step_on_all_ranks(
+    name: str, by_class: bool, tmp_path: Path
+) -> None:
+    said = run_ranks(tmp_path, BEYOND, 2, [name, str(by_class)], seconds=100)
+    for at, text in ((1, "Target 23 is out of bounds."), (0, "index out of range in self")):
+        batch = [part.clone() for part in tokens_and_labels("borders")]
+        batch[at].view(-1)[1] = VOCABULARY + 3
+        with pytest.raises(IndexError, match=text):
+            Model(LOSSES[name])(*batch)
+        assert said.count(text) == 2
 
 
 @pytest.mark.parametrize("which", [pytest.param("quick"), pytest.param("all", marks=pytest.mark.thorough)])

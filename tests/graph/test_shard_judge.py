@@ -16,7 +16,7 @@ from roamc.graph.shard_judge import check
 from roamc.graph.storage_ids import number_result
 from roamc.graph.verify import check_graph
 from roamc.operators.random import dropout_mask
-from roamc.operators.shards import own_part
+from roamc.operators.shards import own_indices, own_part
 from roamc.options import Options
 from roamc.passes import shard
 from roamc.passes.shard import choose
@@ -233,7 +233,39 @@ def labels_shifted_in_a_shard(edit: Editor) -> str:
 def another_class_ignored(edit: Editor) -> str:
     (loss,) = edit.all(LOSS)
     loss.args = (*loss.args[:4], 3)
+    return f"own_indices.* checks indices below 48, -100 left out, and {loss.name} wants 48, 3"
+
+
+def another_class_ignored_by_all(edit: Editor) -> str:
+    """Where labels are checked, in the loss and in its gradient."""
+    (loss,), (gradient,) = edit.all(LOSS), edit.all(aten.nll_loss_backward.default)
+    loss.args, gradient.args = (*loss.args[:4], 3), (*gradient.args[:5], 3, *gradient.args[6:])
+    for part in edit.all(own_indices):
+        part.args = (*part.args[:2], None if part.args[2] is None else 3, *part.args[3:])
     return f"{loss.name} .*does not have"
+
+
+def labels_checked_by_one_rank(edit: Editor) -> str:
+    """A rank looks at its own labels alone."""
+    (loss,) = edit.all(LOSS)
+    part: Any = loss.args[1]
+    edit.replace(part, edit.insert(part, own_part, part.args[0], 2, GROUP))
+    return f"{loss.name} .*a rank whose indices are out of range would raise alone"
+
+
+def look_ups_checked_by_one_rank(edit: Editor) -> str:
+    (embedding,) = edit.all(aten.embedding.default)
+    part: Any = embedding.args[1]
+    edit.replace(part, edit.insert(part, own_part, part.args[0], 2, GROUP))
+    return f"{embedding.name} .*a rank whose indices are out of range would raise alone"
+
+
+def rows_of_another_table(edit: Editor) -> str:
+    """Tokens that the table does not have are taken for its rows."""
+    (embedding,) = edit.all(aten.embedding.default)
+    part: Any = embedding.args[1]
+    part.args = (part.args[0], 49, *part.args[2:])
+    return f"{part.name} .*checks indices below 49, None left out, and {embedding.name} wants 48, None"
 
 
 def labels_of_all_ranks(edit: Editor) -> str:
@@ -281,7 +313,8 @@ FAULTS = (
     *(labels_of_all_ranks, gradient_divided_by_a_rank, head_of_a_rank, other_tokens_multiplied),
     *(gather_dropped, scatter_dropped, whole_as_rows, sum_missing, addend_left_out_of_the_bucket),
     *(mask_drawn_per_rank, rows_of_a_fixed_rank, stale_rows, summed_twice, bias_before_the_sum),
-    *(group_of_another_size, another_group, whole_saved),
+    *(group_of_another_size, another_group, whole_saved, another_class_ignored_by_all),
+    *(labels_checked_by_one_rank, look_ups_checked_by_one_rank, rows_of_another_table),
 )
 
 

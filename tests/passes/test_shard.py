@@ -397,6 +397,7 @@ SPLIT = {
     "differences of the mean": lambda v, table: v * F.mse_loss(v, v.sin()),
     "sums that are read before a view of them": lambda v, table: v * (s := v.sum()).cos() + s.view(1),
     "rectified gradients": lambda v, table: aten.leaky_relu_backward(v, v, 0.1, self_is_result=False),
+    "rows of a table by a value's sign": lambda v, table: v * F.embedding((v.sum(-1) > 0).long(), table).cos(),
     "gates' gradients": lambda v, table: aten.hardswish_backward(v, v),
 }
 
@@ -429,6 +430,7 @@ WHOLE: dict[str, Any] = {
         v.view(24, 8), table.argmax(-1).repeat(4), own[0].abs() + 1
     ),
     "classes of fewer tokens": lambda v, table, own: F.nll_loss(v.permute(0, 2, 1), table.argmax(-1).repeat(4, 1)),
+    "remainders of integers": lambda v, table, own: v * torch.remainder(7, (v > 0).long() + 1),
     "rows of other lengths": lambda v, table, own: v.view(3, 64),
     "repeated in front": lambda v, table, own: v[None].expand(3, 4, 6, 8),
     "every other place": lambda v, table, own: v[:, ::2],
@@ -445,6 +447,15 @@ def test_operators_that_need_more_than_their_rows_give_what_they_gave(name: str)
         return WHOLE[name](reduced(x, part).relu(), table, part).tanh()
 
     assert_same_on_shards(step, X, W, torch.zeros(6, 8))
+
+
+def test_integers_are_divided_on_all_ranks_alike() -> None:
+    """A divisor of 0 raises, and must do so on all of them."""
+
+    def step(x: Tensor, part: Tensor) -> Tensor:
+        return reduced(x, part).relu() * torch.remainder(7, (x > 0).long() + 1)
+
+    assert not {"remainder"}.intersection(forms(step, X, W))
 
 
 def test_a_sum_over_the_ranks_that_is_made_twice_keeps_its_order() -> None:

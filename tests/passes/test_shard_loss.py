@@ -15,6 +15,7 @@ from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.graph.shard_judge import check
 from roamc.graph.verify import check_graph
+from roamc.operators.shards import check_indices
 from roamc.options import Options
 from roamc.passes import shard
 from roamc.passes.shard import choose, classes
@@ -252,6 +253,29 @@ def test_sums_over_tokens_have_room(by_class: bool) -> None:
 
 def test_a_batch_without_labels_gives_what_eager_gives() -> None:
     assert_as_on_one_rank("mean", 2, ("all",))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("number", [20, 156, -1, -100])
+def test_numbers_out_of_range_raise_what_eager_raises(number: int, dtype: torch.dtype) -> None:
+    if number < 0 and dtype is torch.uint8:
+        return
+    labels = torch.tensor([3, number, 19, number], dtype=dtype)
+
+    def said(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except IndexError as error:
+            return str(error)
+        return ""
+
+    by_loss = said(lambda: F.nll_loss(torch.zeros(4, VOCABULARY), labels))
+    assert bool(by_loss) == (number != IGNORED)
+    assert said(lambda: check_indices(labels, VOCABULARY, IGNORED)) == by_loss
+    tokens = labels.long()
+    by_table = said(lambda: F.embedding(tokens, torch.zeros(VOCABULARY, 2)))
+    assert said(lambda: check_indices(tokens, VOCABULARY, None)) == by_table != ""
+    check_indices(labels.clamp(0, 19), VOCABULARY, None)
 
 
 READ_AS_A_WHOLE: dict[str, Loss] = {

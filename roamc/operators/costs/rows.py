@@ -231,7 +231,8 @@ KIND_ALONE: dict[str, str] = {
     "_prelu_kernel_backward softshrink_backward hardshrink_backward nan_to_num glu glu_backward addcmul addcdiv lerp "
     "isin bucketize searchsorted slice_backward select_backward slice_scatter select_scatter diagonal_scatter "
     "as_strided_scatter diagonal_backward _fused_adam _fused_adamw _fused_sgd mse_loss_backward l1_loss "
-    "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward roamc::own_part roamc::own_classes",
+    "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward roamc::own_part roamc::own_classes "
+    "roamc::own_indices",
     "concatenation": "cat stack constant_pad_nd split_with_sizes_copy",
     "strided": "repeat flip repeat_interleave pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad3d "
     "replication_pad1d replication_pad3d unfold_backward as_strided_copy permute_copy transpose_copy t_copy "
