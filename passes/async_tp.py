@@ -1,9 +1,9 @@
 """async_tp: matrix products and the collective that brings or takes their rows run as one operator.
 
-    rewrite:  w = all_gather(x); y1 = mm(w, b1); y2 = mm(w, b2)  -->  y1, y2 = all_gather_mm(x, [b1, b2])
-              z = reduce_scatter(mm(a, b))                       -->  z = mm_reduce_scatter(a, b)
-    checks:   the products read all that is gathered, in its phase, and by matrices that are there when it begins;
-              nothing else reads a product that is reduced; nothing is written in between
+    rewrite:  w = all_gather(x); y1 = mm(w, b1); y2 = addmm(c, w, b2)  -->  y1, y2 = all_gather_mm(x, [b1, b2], [-, c])
+              z = reduce_scatter(mm(a1, b1) + mm(a2, b2))              -->  z = mm_reduce_scatter([a1, a2], [b1, b2])
+    checks:   the products read all that is gathered, in its phase, and by matrices and biases that are there when it
+              begins; nothing else reads a product that is reduced, or the sum of such; nothing is written in between
 
 The operators send the rows of one rank while they multiply those of another, see
 :mod:`roamc.operators.products_sent` and ``_micro_pipeline_tp`` in torch's Inductor. A GPU sums over the ranks in
@@ -13,9 +13,9 @@ another order then, so they are for ``numerics="fast"`` alone, and products have
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -48,11 +48,12 @@ class Decision:
 
     Attributes:
         gathers: name of an all-gather to the names of the products that run with it, in graph order.
-        scatters: name of a reduce-scatter to the name of the product whose result it reduces.
+        scatters: name of a reduce-scatter to the names of the products whose sum it reduces, in the order in which they
+            are added up.
     """
 
     gathers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    scatters: Mapping[str, str] = field(default_factory=dict)
+    scatters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
@@ -65,14 +66,14 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     if options.numerics != "fast" or options.async_tp == "off":
         return Decision()
     written = _Written(graph)
-    gathers, scatters = dict[str, tuple[str, ...]](), dict[str, str]()
+    gathers, scatters = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]]()
     for node in operators(graph.graph):
         if node.target not in (ALL_GATHER, REDUCE_SCATTER) or not _counts(graph, group_of(node), options):
             continue
-        if products := tuple(product.name for product in _products(graph, node, written)):
+        if products := _names(_products(graph, node, written)):
             gathers[node.name] = products
-        elif (reduced := _product(graph, node, written)) is not None and reduced.name not in _all(gathers):
-            scatters[node.name] = reduced.name
+        elif (reduced := _names(_reduced(graph, node, written).products)) and _all(gathers).isdisjoint(reduced):
+            scatters[node.name] = reduced
     return _faster(graph, Decision(gathers, scatters), options)
 
 
@@ -81,6 +82,10 @@ def _counts(graph: TrainGraph, group: object, options: Options) -> bool:
     at_once = main_device(graph).type == "cuda" and has_symmetric_memory(group)
     one_plan = any(planned.group == group for planned in graph.same_plan)
     return (at_once and one_plan) or (options.async_tp == "on" and (one_plan or not at_once))
+
+
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
 
 
 def _all(gathers: Mapping[str, tuple[str, ...]]) -> set[str]:
@@ -93,7 +98,8 @@ def _faster(graph: TrainGraph, decision: Decision, options: Options) -> Decision
     if decision == Decision():
         return decision
     profile = load_profile(main_device(graph), options.profile)
-    apart = prices(graph, profile)
+    apart, nodes, written = prices(graph, profile), {node.name: node for node in graph.graph.nodes}, _Written(graph)
+    sums = {name: _names(_reduced(graph, nodes[name], written).sums) for name in decision.scatters}
     at_once = prices(apply(copied(graph), decision), profile)
 
     def pays(collective: str, *products: str) -> bool:
@@ -101,7 +107,7 @@ def _faster(graph: TrainGraph, decision: Decision, options: Options) -> Decision
 
     return Decision(
         {name: products for name, products in decision.gathers.items() if pays(name, *products)},
-        {name: product for name, product in decision.scatters.items() if pays(name, product)},
+        {name: products for name, products in decision.scatters.items() if pays(name, *products, *sums[name])},
     )
 
 
@@ -122,11 +128,13 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         if not names or not set(names) <= {product.name for product in products}:
             raise PlanError(f"{', '.join(names)} cannot run with the all-gather {name!r} of this graph")
         rewritten.append((nodes[name], [product for product in products if product.name in names]))
-    for name, of in decision.scatters.items():
-        reduced = None if name not in nodes else _product(graph, nodes[name], written)
-        if reduced is None or reduced.name != of or of in _all(decision.gathers):
-            raise PlanError(f"{of!r} cannot run with the reduce-scatter {name!r} of this graph")
-        nodes[name].args = (*reduced.args, *nodes[name].args[1:])
+    for name, names in decision.scatters.items():
+        reduced = () if name not in nodes else _reduced(graph, nodes[name], written).products
+        if not names or _names(reduced) != names or not _all(decision.gathers).isdisjoint(names):
+            raise PlanError(f"{', '.join(names)} cannot run with the reduce-scatter {name!r} of this graph")
+        factors = [_factors(product) for product in reduced]
+        inputs, others = [first for _, first, _ in factors], [other for *_, other in factors]
+        nodes[name].args = (inputs, others, factors[0][0], *nodes[name].args[1:])
         nodes[name].target = MM_REDUCE_SCATTER
     phase = dict(graph.phase)
     for gather, products in rewritten:
@@ -138,17 +146,17 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 def _multiply(gather: fx.Node, products: list[fx.Node], written: _Written) -> fx.Node | None:
     """Let ``gather`` make ``products`` as well; the node of what is gathered, if something else reads that."""
-    graph, others = gather.graph, [product.args[1] for product in products]
-    for other in others:
-        for view in reversed(list(_views(other))):
+    graph, factors = gather.graph, [_factors(product) for product in products]
+    others, biases = [other for *_, other in factors], [bias for bias, *_ in factors]
+    for read in (*others, *biases):
+        for view in reversed(list(_views(read))):
             if written.place[view] > written.place[gather]:  # a view of what is there already
                 gather.prepend(view)
     results, ids = [product.meta["val"] for product in products], [id_of(product) for product in products]
     for at, product in enumerate(products):
         product.target, product.args = operator.getitem, (gather, at)
-    read = {user for user in gather.users if user not in products and not _idle(user)}
     whole: fx.Node | None = None
-    if read:
+    if any(user not in products and not _idle(user) for user in gather.users):
         with graph.inserting_after(gather):
             whole = graph.create_node(
                 "call_function", operator.getitem, (gather, len(ids)), name=f"{gather.name}_whole"
@@ -157,7 +165,8 @@ def _multiply(gather: fx.Node, products: list[fx.Node], written: _Written) -> fx
         results, ids = [*results, gather.meta["val"]], [*ids, id_of(gather)]
         pick: fx.Node = whole
         gather.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not pick and user not in products)
-    gather.target, gather.args = ALL_GATHER_MM, (gather.args[0], others, *gather.args[1:], whole is not None)
+    added = biases if any(biases) else []
+    gather.target, gather.args = ALL_GATHER_MM, (gather.args[0], others, *gather.args[1:], whole is not None, added)
     gather.meta.update({"val": results, STORAGES: tuple(ids)})
     return whole
 
@@ -171,31 +180,79 @@ def _products(graph: TrainGraph, gather: fx.Node, written: _Written) -> Iterator
     """Yield the products that can run with ``gather``, in graph order; none if it is no all-gather of a matrix."""
     if gather.target is not ALL_GATHER or gather.kwargs or not _is_free(gather):
         return
-    readers = [user for user in _readers(gather) if user.target is aten.mm.default and _is_free(user)]
+    readers = [user for user in _readers(gather) if _factors(user) is not None and _is_free(user)]
     for product in sorted(readers, key=written.place.__getitem__):
-        first, other = product.args
+        bias, first, other = _factors(product)
         same_phase = graph.phase[product.name] is graph.phase[gather.name]
         if not same_phase or not isinstance(other, fx.Node) or not _is_as_it_was(first, gather):
             continue
-        base = next((view.args[0] for view in reversed(list(_views(other)))), other)
-        ready = written.place[base] < written.place[gather]
-        if ready and not written.between(gather, product, gather, gather.all_input_nodes[0], other):
+        read = [other] if bias is None else [other, bias]
+        ready = all(written.place[_base(node)] < written.place[gather] for node in read)
+        if ready and not written.between(gather, product, gather, gather.all_input_nodes[0], *read):
             yield product
 
 
-def _product(graph: TrainGraph, scatter: fx.Node, written: _Written) -> fx.Node | None:
-    """The product that can run with ``scatter``; None if there is none, or something else reads its result."""
+class _Reduced(NamedTuple):
+    """What a reduce-scatter can run with.
+
+    Attributes:
+        products: the products whose sum it reduces, in the order in which they are added up; empty if there are none.
+        sums: what adds them up.
+    """
+
+    products: tuple[fx.Node, ...] = ()
+    sums: tuple[fx.Node, ...] = ()
+
+
+def _reduced(graph: TrainGraph, scatter: fx.Node, written: _Written) -> _Reduced:
+    """The products that can run with ``scatter``; none if something else reads one of them, or their sum."""
     if scatter.target is not REDUCE_SCATTER or scatter.kwargs or scatter.args[1] not in REDUCTIONS:
+        return _Reduced()
+    summands = _added_up(scatter.args[0]) if _is_free(scatter) else _Reduced()
+    for node in (*summands.products, *summands.sums):
+        stays = node.name in graph.gradients or not _is_free(node)
+        if stays or graph.phase[node.name] is not graph.phase[scatter.name]:
+            return _Reduced()
+        if written.between(node, scatter, node, *node.all_input_nodes):
+            return _Reduced()
+    return summands
+
+
+def _added_up(value: Any) -> _Reduced:
+    """The products of which ``value`` is the sum, from the first on, and that nothing else reads."""
+    chain: list[Any] = [value, *(view.args[0] for view in _views(value))]
+    maker = chain[-1]
+    if any(len(node.users) != 1 for node in chain) or not _is_as_it_was(value, maker):
+        return _Reduced()
+    if _factors(maker) is not None:
+        return _Reduced((maker,))
+    if maker.target is not aten.add.Tensor or maker.kwargs or maker.args[0] is maker.args[1]:
+        return _Reduced()
+    first, last = (_added_up(part) if isinstance(part, fx.Node) else _Reduced() for part in maker.args)
+    if not first.products or len(last.products) != 1 or _factors(last.products[0])[0] is not None:
+        return _Reduced()
+    return _Reduced(first.products + last.products, (*first.sums, maker))
+
+
+def _factors(node: fx.Node) -> Any:
+    """Bias, None for none, and the two matrices of a product; None for another operator.
+
+    The bias is the same for all rows.
+    """
+    if node.kwargs or not _is_free(node):
         return None
-    chain: list[Any] = [scatter.args[0], *(view.args[0] for view in _views(scatter.args[0]))]
-    product = chain[-1]
-    alone = all(len(node.users) == 1 for node in chain) and _is_free(scatter)
-    if not alone or product.target is not aten.mm.default or not _is_free(product):
+    if node.target is aten.mm.default:
+        return (None, *node.args)
+    if node.target is not aten.addmm.default or not isinstance(node.args[0], fx.Node):
         return None
-    same_phase = graph.phase[product.name] is graph.phase[scatter.name]
-    if not same_phase or not _is_as_it_was(chain[0], product) or product.name in graph.gradients:
-        return None
-    return None if written.between(product, scatter, product, *product.all_input_nodes) else product
+    bias, result = node.args[0].meta["val"], node.meta["val"]
+    row = bias.dim() in (1, 2) and bias.shape[-1] == result.shape[1] and bias.numel() == result.shape[1]
+    return node.args if row and bias.dtype == result.dtype else None
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, through any number of views; itself if it is none."""
+    return next((view.all_input_nodes[0] for view in reversed(list(_views(node)))), node)
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,6 +90,36 @@ def has_symmetric_memory(group_name: Any) -> bool:
 
     name: Any = group_name
     return bool(is_symm_mem_enabled_for_group(name))
+
+
+def read_as_gathered(
+    part: torch.Tensor, read: Callable[[torch.Tensor, int], None], whole: torch.Tensor, group_name: Any, needed: bool
+) -> None:
+    """Gather the ``part`` of every rank, and read each while the next is sent, on GPUs with symmetric memory.
+
+    Args:
+        part: rows of this rank, contiguous.
+        read: called with the rows of each rank and its position in the group, in any order, on one of two streams.
+        whole: memory for the rows of all ranks, one rank's behind another's.
+        group_name: as for :func:`has_symmetric_memory`, which is true of it.
+        needed: whether ``whole`` is read afterwards.
+    """
+    from torch.distributed._symmetric_memory import _pipelined_all_gather_and_consume
+
+    _pipelined_all_gather_and_consume(part, read, whole, group_name, needed)
+
+
+def sent_as_written(write: Callable[[int, torch.Tensor], None], received: torch.Tensor, group_name: Any) -> None:
+    """Write rows for every rank, and send each while the next are written, on GPUs with symmetric memory.
+
+    Args:
+        write: called with the position of a rank in the group and memory for its rows, on one of two streams.
+        received: memory for what the ranks have for this one, by rank, as many rows of each.
+        group_name: as for :func:`has_symmetric_memory`, which is true of it.
+    """
+    from torch.distributed._symmetric_memory import _pipelined_produce_and_all2all
+
+    _pipelined_produce_and_all2all(write, received, group_name)
 
 
 def rank_in(group_name: Any) -> int:

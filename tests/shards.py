@@ -199,12 +199,24 @@ def _communicate(kind: str, args: Sequence[Any]) -> list[Any]:
         return [torch.cat(inputs) for _ in inputs]
     if kind == "all_gather_mm":
         gathered = torch.cat(inputs)
-        return [[*(gathered @ other for other in each[1]), *([gathered] if each[4] else [])] for each in args]
+        results = []
+        for _, others, _, _, whole, biases in args:
+            products = [_product(gathered, *pair) for pair in zip(others, biases or [None] * len(others), strict=True)]
+            results.append([*products, *([gathered] if whole else [])])
+        return results
     if kind == "mm_reduce_scatter":
-        return _communicate("reduce_scatter_tensor", [(each[0] @ each[1],) for each in args])
+        sums = []
+        for lefts, others, bias, *_ in args:
+            first, *rest = zip(lefts, others, strict=True)
+            sums.append((sum((a @ b for a, b in rest), _product(*first, bias)),))
+        return _communicate("reduce_scatter_tensor", sums)
     if kind == "reduce_scatter_tensor":
         return [part.clone() for part in sum(inputs[1:], inputs[0]).chunk(len(inputs))]
     raise AssertionError(kind)
+
+
+def _product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    return left @ right if bias is None else torch.addmm(bias, left, right)
 
 
 def counted(graph: TrainGraph) -> dict[tuple[str, str], int]:

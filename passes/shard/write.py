@@ -381,7 +381,14 @@ class _Writer:
             return Held(addend=self._viewed(addends[0], shape, phase), rest=rest)
         if call.target in TURNS:
             return Held(addend=self._call(call.target, (addends[0], *call.args[1:]), {}, node))
-        return Held(addend=self._sum(addends, node), rest=self._sum(rests, node) if rests else None)
+        flat = [self._viewed(addend, self._flat_shape(addend), phase) for addend in addends]
+        return Held(addend=self._sum(flat, node), rest=self._sum(rests, node) if rests else None)
+
+    def _flat_shape(self, addend: fx.Node) -> tuple[int, ...]:
+        """The shape with one dimension of tokens, in which addends are summed: as they are reduced."""
+        shape = tuple(addend.meta["val"].shape)
+        lead = self.rows.lead(shape)
+        return shape if lead is None else (self.region.tokens, *shape[lead:])
 
     def _sum(self, parts: Sequence[fx.Node], like: fx.Node) -> fx.Node:
         total = parts[0]
@@ -475,13 +482,17 @@ class _Writer:
             if len(bucket) == 1:
                 once = (addends[0], "sum", self.group)
                 whole = self._insert(_collective("all_reduce"), once, {}, phase, "all_reduce")
-                self.held[bucket[0]] = Held(whole=whole)
+                self.held[bucket[0]] = self._reduced(bucket[0], whole, phase)
                 continue
             args = (addends, "sum", self.group)
             sums = self._insert(_collective("all_reduce_coalesced"), args, {}, phase, "all_reduce_bucket")
             for position, node in enumerate(bucket):
                 pick = self._insert(operator.getitem, (sums, position), {}, phase, f"sum_of_{node.name}")
-                self.held[node] = Held(whole=pick)
+                self.held[node] = self._reduced(node, pick, phase)
+
+    def _reduced(self, node: fx.Node, whole: fx.Node, phase: Phase) -> Held:
+        """A sum that is made: as the captured graph has it."""
+        return Held(whole=self._viewed(whole, tuple(node.meta["val"].shape), phase))
 
     def _viewed(self, node: fx.Node, shape: Sequence[int], phase: Phase) -> fx.Node:
         """``node`` in another shape; a copy where it has gaps in memory. Once for each phase."""

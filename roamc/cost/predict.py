@@ -90,8 +90,8 @@ def _sent_seconds(node: fx.Node, products: Seconds, profile: DeviceProfile) -> S
         sent = profile.overhead + UNKNOWN_PASSES * _move_seconds(traffic(node).total, profile)
     call = call_of(node)
     ranks = int(argument_of(call.target, call.args, call.kwargs, "group_size"))
-    others = call.args[1] if isinstance(call.args[1], list | tuple) else [call.args[1]]
-    return profile.overhead * ranks * len(others) + max(products, sent)
+    count = sum(1 for _ in tensors_in(fakes(call.args[1])))
+    return profile.overhead * ranks * count + max(products, sent)
 
 
 def group_seconds(group: Fused, profile: DeviceProfile) -> Seconds:

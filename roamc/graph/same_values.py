@@ -132,24 +132,38 @@ def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Numbe
 
 def _products_of_gathered(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     """``all_gather_mm`` is an all-gather, whose number it has, and products of what that gives."""
-    (rows, others, *rest, _), _ = call.keys
+    (rows, others, *rest, _, biases), _ = call.keys
     source, ranks = call.args[0].meta["val"], call.args[2]
     gather = walk.called(_COLLECTIVES.all_gather_into_tensor.default, ((rows, *rest), ()), call.state, call.once)
     gathered = walk.numbers.of("part", gather, 0)
     geometry = walk.numbers.in_rows((source.shape[0] * ranks, *source.shape[1:]), source.dtype)
-    read = "read", gathered, geometry
-    products = [walk.called(aten.mm.default, ((read, other), ())) for other in others[1:]]
+    read, added = ("read", gathered, geometry), call.args[5] or [None] * len(call.args[1])
+    parts = zip(others[1:], added, biases[1:] or added, strict=True)
+    products = [_multiplied(walk, read, other, key if bias is not None else None) for other, bias, key in parts]
     results = {at: walk.numbers.of("part", product, 0) for at, product in enumerate(products)}
     return gather, {**results, len(products): gathered} if call.args[4] else results
 
 
-def _product_reduced(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """``mm_reduce_scatter`` is a reduce-scatter, whose number it has, of a product."""
-    (first, second, *rest), _ = call.keys
-    a, b = (argument.meta["val"] for argument in call.args[:2])
-    product = walk.numbers.of("part", walk.called(aten.mm.default, ((first, second), ())), 0)
-    read = "read", product, walk.numbers.in_rows((a.shape[0], b.shape[1]), a.dtype)
-    scatter = walk.called(_COLLECTIVES.reduce_scatter_tensor.default, ((read, *rest), ()), call.state, call.once)
+def _multiplied(walk: Walk, left: Key, right: Key, bias: Key | None) -> Number:
+    """The number of a product to which ``bias`` is added, unless that is None."""
+    if bias is None:
+        return walk.called(aten.mm.default, ((left, right), ()))
+    return walk.called(aten.addmm.default, ((bias, left, right), ()))
+
+
+def _products_reduced(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
+    """``mm_reduce_scatter`` is a reduce-scatter, whose number it has, of products that are added up from the first."""
+    (inputs, others, bias, *rest), _ = call.keys
+    first, columns = call.args[0][0].meta["val"], call.args[1][0].meta["val"]
+    geometry = walk.numbers.in_rows((first.shape[0], columns.shape[1]), first.dtype)
+    biases = [bias if call.args[2] is not None else None, *[None] * (len(inputs) - 2)]
+    total: Key = ()
+    for left, right, added in zip(inputs[1:], others[1:], biases, strict=True):
+        product = "read", walk.numbers.of("part", _multiplied(walk, left, right, added), 0), geometry
+        if total:
+            product = "read", walk.numbers.of("part", walk.called(aten.add.Tensor, ((total, product), ())), 0), geometry
+        total = product
+    scatter = walk.called(_COLLECTIVES.reduce_scatter_tensor.default, ((total, *rest), ()), call.state, call.once)
     return scatter, {0: walk.numbers.of("part", scatter, 0)}
 
 
@@ -183,7 +197,7 @@ ATEN: dict[object, Any] = {
 OTHER_SUMS: dict[object, object] = {
     **ATEN,
     ALL_GATHER_MM: "an all-gather and its products",
-    MM_REDUCE_SCATTER: "a product and its reduce-scatter",
+    MM_REDUCE_SCATTER: "products and their reduce-scatter",
 }
 """Operator that sums in another order, to what sums in the order that eager does, for a message."""
 
@@ -204,7 +218,7 @@ EQUAL: dict[object, Equal] = {
     **dict.fromkeys(ATEN, _by_another_library),
     **dict.fromkeys(FINISHED_FORM, _finished_later),
     ALL_GATHER_MM: _products_of_gathered,
-    MM_REDUCE_SCATTER: _product_reduced,
+    MM_REDUCE_SCATTER: _products_reduced,
 }
 """Operator to the function that numbers its calls and results, for operators whose results another one makes too."""
 

@@ -80,10 +80,13 @@ def scattered(x: Tensor, reduction: str = "sum") -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_those_of_collectives_and_products(kind: str) -> None:
     graph, after, _ = applied(sharded(kind))
-    forward = {"gpt": (0, 2), "llama": (2, 2), "bert": (0, 2)}[kind]  # biases are added by addmm
-    assert counted(after).get(("FORWARD", "all_gather_mm"), 0) == forward[0]
-    assert counted(after)["FORWARD", "mm_reduce_scatter"] == forward[1]
-    assert counted(after)["BACKWARD", "all_gather_mm"] == 2
+    pairs = [(phase, name) for phase in ("FORWARD", "BACKWARD") for name in ("all_gather_mm", "mm_reduce_scatter")]
+    assert [counted(after)[pair] for pair in pairs] == [2, 2, 2, 2]
+    together = [node for node in operators(after.graph) if node.target in (ALL_GATHER_MM, MM_REDUCE_SCATTER)]
+    biases = [len([bias for bias in node.args[5] if bias]) for node in together if node.target is ALL_GATHER_MM]  # type: ignore[union-attr, misc]
+    assert biases == ([0] * 4 if kind == "llama" else [3, 1, 0, 0]), "of q, k and v; of up"
+    sums = [len(node.args[0]) for node in together if node.target is MM_REDUCE_SCATTER]  # type: ignore[arg-type]
+    assert sums == [1, 1, 2 if kind == "llama" else 1, 3], "of up and gate; of q, k and v"
     inputs = inputs_of(kind, 2)
     results = []
     for one in (graph, after):
@@ -119,8 +122,15 @@ def test_groups_with_symmetric_memory_are_taken_by_themselves_on_a_gpu(monkeypat
         lambda x, w: gathered(x)[:8] @ w,
         lambda x, w: gathered(x) @ gathered(w)[:8],  # which is not there yet
         lambda x, w: gathered(x.view(2, 4, 8)).view(16, 8).relu() @ w,
-        lambda x, w: torch.addmm(w[0], gathered(x), w),
+        lambda x, w: torch.addmm(w.repeat(2, 1), gathered(x), w),
+        lambda x, w: torch.addmm(w[0], gathered(x), w, beta=2),
+        lambda x, w: torch.addmm(gathered(w)[0], gathered(x), w)[:4],  # which is not there yet
         lambda x, w: scattered(x @ w, "max"),
+        lambda x, w: scattered(x @ w + x.relu()),
+        lambda x, w: scattered(torch.add(x @ w, w @ x, alpha=2)),
+        lambda x, w: scattered(x @ w + (w @ x + w @ w)),  # summed from the last
+        lambda x, w: scattered(x @ w + torch.addmm(w[0], w, x)),
+        lambda x, w: scattered(y := x @ w + w @ x) + y[:4],
         lambda x, w: scattered((x @ w).t()),
         lambda x, w: scattered(product := x @ w) + product[:4],
         lambda x, w: scattered(torch.relu(x @ w)),
@@ -129,7 +139,9 @@ def test_groups_with_symmetric_memory_are_taken_by_themselves_on_a_gpu(monkeypat
         lambda x, w: (y := x @ w, aten.add_(w, 1.0), scattered(y))[2],
     ],
     ids=[
-        *("turned", "a part", "later matrix", "other product", "bias", "maximum", "turned product", "read twice"),
+        *("turned", "a part", "later matrix", "other product", "bias for each row", "bias doubled", "later bias"),
+        *("maximum", "sum with another", "product doubled", "from the last", "bias of the second", "sum read twice"),
+        *("turned product", "read twice"),
         *("not a product", "written after gathering", "matrix written", "factor written"),
     ],
 )
@@ -138,6 +150,35 @@ def test_other_products_stay(function: Callable[..., Any]) -> None:
     assert not first.scatters
     assert all("mm_1" not in names for names in first.gathers.values())
     assert not {name for name in first.gathers if name == "all_gather_into_tensor"}
+
+
+@pytest.mark.usefixtures("pays")
+@pytest.mark.parametrize(
+    ("function", "decision"),
+    [
+        (lambda x, w: torch.addmm(w[0], gathered(x), w), Decision({"all_gather_into_tensor": ("addmm",)})),
+        (lambda x, w: torch.addmm(w[:1], gathered(x), w), Decision({"all_gather_into_tensor": ("addmm",)})),
+        (lambda x, w: scattered(torch.addmm(w[0], x, w)), Decision({}, {"reduce_scatter_tensor": ("addmm",)})),
+        (
+            lambda x, w: scattered(torch.addmm(w[0], x, w) + x @ x + w @ x),
+            Decision({}, {"reduce_scatter_tensor": ("addmm", "mm", "mm_1")}),
+        ),
+        (
+            lambda x, w: scattered((x @ w).view(2, 4, 8).view(8, 8) + x @ x, "avg"),
+            Decision({}, {"reduce_scatter_tensor": ("mm", "mm_1")}),
+        ),
+    ],
+    ids=["bias", "row", "bias of each rank", "sum and bias", "mean"],
+)
+def test_biases_and_sums_give_what_they_gave(function: Callable[..., Any], decision: Decision) -> None:
+    graph, after, _ = applied(traced(function, X, X))
+    assert async_tp.decide(graph, FAST) == decision
+    torch.manual_seed(0)
+    inputs = [[torch.randn(8, 8), torch.randn(8, 8)] for _ in range(2)]
+    names = {node.name for node in operators(after.graph)}
+    assert names.isdisjoint({"mm", "mm_1", "add", "add_1"} if decision.scatters else {})
+    if "avg" not in str(graph.graph):
+        torch.testing.assert_close(run_ranks(after, inputs), run_ranks(graph, inputs), rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("pays")
@@ -150,7 +191,7 @@ def test_products_of_another_phase_stay() -> None:
     assert async_tp.decide(both, FAST) == Decision({"all_gather_into_tensor": ("mm", "mm_1")})
     names = [node.name for node in operators(both.graph)]
     later = both.replace(phase={name: type(both.phase[name])(int(name != names[0])) for name in names})
-    assert async_tp.decide(later, FAST) == Decision({}, {"reduce_scatter_tensor": "mm"})
+    assert async_tp.decide(later, FAST) == Decision({}, {"reduce_scatter_tensor": ("mm",)})
 
 
 def test_only_what_pays_by_the_profile_is_taken() -> None:
@@ -160,7 +201,7 @@ def test_only_what_pays_by_the_profile_is_taken() -> None:
     with planned_for({GROUP: range(2)}):
         assert decided(step) == Decision()  # a launch more for each rank's rows
         large = decided(step, BIG, BIG)
-    assert large == Decision({"all_gather_into_tensor": ("mm",)}, {"reduce_scatter_tensor": "mm_1"})
+    assert large == Decision({"all_gather_into_tensor": ("mm",)}, {"reduce_scatter_tensor": ("mm_1",)})
 
 
 def test_cost_is_the_longer_of_product_and_ring_and_launches() -> None:
@@ -192,9 +233,11 @@ def test_cost_is_the_longer_of_product_and_ring_and_launches() -> None:
         Decision({"shard_all_gather": ()}),
         Decision({"shard_all_gather": ("mm_4",)}),
         Decision({"shard_reduce_scatter": ("mm_3",)}),
-        Decision({}, {"shard_reduce_scatter": "mm_6"}),
-        Decision({}, {"shard_all_gather": "mm"}),
-        Decision({}, {"shard_reduce_scatter_2": "mm_13"}),
+        Decision({}, {"shard_reduce_scatter": ("mm_6",)}),
+        Decision({}, {"shard_all_gather": ("mm",)}),
+        Decision({}, {"shard_reduce_scatter_2": ("mm_13",)}),
+        Decision({}, {"shard_reduce_scatter_2": ("mm_15", "mm_13")}),
+        Decision({"shard_all_gather_2": ("mm_11",)}, {"shard_reduce_scatter": ()}),
     ],
 )
 def test_decision_that_does_not_fit_the_graph_is_refused(decision: Decision) -> None:
@@ -239,23 +282,57 @@ def _repicked(node: fx.Node) -> None:
     _with(1, 2)(second)
 
 
-FAULTS: dict[str, tuple[str, Callable[[fx.Node], None]]] = {
-    "matrices swapped": ("shard_all_gather", _swapped),
-    "other group": ("shard_all_gather", _with(3, "others")),
-    "other number of ranks": ("shard_all_gather", _with(2, 4)),
-    "rows of another gather": ("shard_all_gather_1", _as("shard_all_gather", 0)),
-    "another product picked": ("shard_all_gather", _repicked),
-    "mean for the sum": ("shard_reduce_scatter", _with(2, "avg")),
-    "other factor": ("shard_reduce_scatter_1", _as("shard_reduce_scatter", 0)),
-    "scattered in another group": ("shard_reduce_scatter", _with(4, "others")),
+def _turned_round(position: int) -> Callable[[fx.Node], None]:
+    """What the argument at ``position`` lists, from the last to the first."""
+
+    def change(node: fx.Node) -> None:
+        listed: Any = node.args[position]
+        _with(position, [*reversed(listed)])(node)
+
+    return change
+
+
+def _cut(position: int) -> Callable[[fx.Node], None]:
+    """The argument at ``position`` without the last that it lists."""
+
+    def change(node: fx.Node) -> None:
+        listed: Any = node.args[position]
+        _with(position, listed[:-1])(node)
+
+    return change
+
+
+FAULTS: dict[str, tuple[str, str, Callable[[fx.Node], None]]] = {
+    "matrices swapped": ("llama", "shard_all_gather", _swapped),
+    "other group": ("llama", "shard_all_gather", _with(3, "others")),
+    "other number of ranks": ("llama", "shard_all_gather", _with(2, 4)),
+    "rows of another gather": ("llama", "shard_all_gather_1", _as("shard_all_gather", 0)),
+    "another product picked": ("llama", "shard_all_gather", _repicked),
+    "mean for the sum": ("llama", "shard_reduce_scatter", _with(3, "avg")),
+    "other factor": ("llama", "shard_reduce_scatter_1", _as("shard_reduce_scatter", 0)),
+    "scattered in another group": ("llama", "shard_reduce_scatter", _with(5, "others")),
+    "factors of other products": ("llama", "shard_reduce_scatter_2", _turned_round(0)),
+    "summed from the last": (
+        "llama",
+        "shard_reduce_scatter_3",
+        lambda node: (_turned_round(0)(node), _turned_round(1)(node))[0],
+    ),
+    "a product left out": ("llama", "shard_reduce_scatter_3", lambda node: (_cut(0)(node), _cut(1)(node))[0]),
+    "biases left out": ("gpt", "shard_all_gather", _with(5, [])),
+    "biases swapped": ("gpt", "shard_all_gather", _turned_round(5)),
+    "bias added again by every rank": (
+        "gpt",
+        "shard_reduce_scatter",
+        lambda node: _with(2, node.graph.find_nodes(op="placeholder")[8])(node),
+    ),
 }
 
 
 @pytest.mark.usefixtures("pays")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_judge_of_values_names_a_fault(fault: str) -> None:
-    _, after, before = applied(sharded())
-    name, change = FAULTS[fault]
+    kind, name, change = FAULTS[fault]
+    _, after, before = applied(sharded(kind))
     change(next(node for node in after.graph.nodes if node.name == name))
     with pytest.raises(VerifyError, match="after pass 'async_tp'"):
         value_flow.check(after, before, "async_tp", fast=True)

@@ -97,17 +97,18 @@ def of_checkpoint() -> Example:
 
 
 def of_async_tp() -> Example:
-    """Two products of what is gathered, one by a view that stands behind the first, and a product that is scattered.
+    """Two products of what is gathered, one with a bias and by views that stand behind the first, and a sum of two that
+    is scattered.
 
-    What is gathered is read by something else as well, and so is a third product.
+    What is gathered is read by something else as well, and so is another product.
     """
 
     def step(x: Tensor, part: Tensor) -> Tensor:
         rows = x.view(8, 8)
         gathered = torch.ops.roamc_collective.all_gather_into_tensor(rows, 2, GROUP)
         first = gathered @ part
-        inner = first.relu() * (gathered @ part.t())
-        late = torch.ops.roamc_collective.reduce_scatter_tensor(inner @ part, "sum", 2, GROUP)
+        inner = first.relu() * torch.addmm(part[0], gathered, part.t())
+        late = torch.ops.roamc_collective.reduce_scatter_tensor(inner @ part + first @ rows, "sum", 2, GROUP)
         other = inner @ rows
         kept = torch.ops.roamc_collective.reduce_scatter_tensor(other, "sum", 2, GROUP)
         return late.sum() + kept.sum() + other.sum() + gathered.sum()

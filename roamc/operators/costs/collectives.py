@@ -7,7 +7,8 @@ way at a time.
     all-gather          all parts, which are copied to the result
     reduce-scatter      a copy of what is reduced, and pieces
     several at once     all of them side by side, and pieces
-    products sent       what is gathered, unless it is a result, or the product; and what the collective takes
+    products sent       what is gathered, unless it is a result, or the product, two where several are added up; and
+                        what the collective takes
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def scattered(call: Call, result: torch.Tensor) -> Bytes:
 
 def rows_of_all(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that ``all_gather_mm`` gathers, 0 where they are a result of it; ``result`` is not read."""
-    rows, _, group_size, _, whole = fakes(call.args)
+    rows, _, group_size, _, whole, *_ = fakes(call.args)
     return 0 if whole else _bytes_of(rows) * int(group_size)
 
 
@@ -55,14 +56,15 @@ def gathered_for_products(call: Call, result: torch.Tensor) -> Bytes:
     return rows_of_all(call, result) + _bytes_of(rows) * int(group_size)
 
 
-def whole_product(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes of the product of which ``mm_reduce_scatter`` makes this rank's part, ``result``."""
-    return _bytes_of(result) * int(call.args[3])
+def whole_products(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes of the products that ``mm_reduce_scatter`` holds at once, whose result is ``result``."""
+    inputs, _, _, _, group_size, *_ = fakes(call.args)
+    return _bytes_of(result) * int(group_size) * min(len(inputs), 2)
 
 
 def scattered_product(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``mm_reduce_scatter`` that gives ``result``."""
-    return 2 * whole_product(call, result) + min(_bytes_of(result), PIECES)
+    return 2 * _bytes_of(result) * int(fakes(call.args)[4]) + min(_bytes_of(result), PIECES)
 
 
 def _pieces(nbytes: Bytes) -> Bytes:

@@ -55,6 +55,11 @@ def gathered_products(rows: torch.Tensor, others: list[torch.Tensor], group_size
     return group_size * sum(product(rows, other) for other in others)
 
 
+def reduced_products(inputs: list[torch.Tensor], others: list[torch.Tensor], *rest: Any) -> Flops:
+    """Return the FLOPs of the products of each of ``inputs`` with its matrix of ``others``."""
+    return sum(product(input, other) for input, other in zip(inputs, others, strict=True))
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Flops:
     """Return the FLOPs of ``x [..., in] @ weight [out, in].T``; a bias adds none."""
     return 2 * x.numel() * weight.shape[0]

@@ -61,7 +61,10 @@ ROWS: dict[str, Cost] = {
         "matmul", flops.gathered_products, workspace=collectives.gathered_for_products, buffers=collectives.rows_of_all
     ),
     "roamc_collective::mm_reduce_scatter": Cost(
-        "matmul", flops.product, workspace=collectives.scattered_product, buffers=collectives.whole_product
+        "matmul",
+        flops.reduced_products,
+        workspace=collectives.scattered_product,
+        buffers=collectives.whole_products,
     ),
     "mm": _multiplied("matmul", {0: matrix, 1: matrix}),
     "addmm": _multiplied("matmul", {1: matrix, 2: matrix}),
