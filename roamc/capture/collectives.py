@@ -22,6 +22,7 @@ from torch import fx
 from roamc.compat import FakeTensorMode, OpOverload
 from roamc.errors import CaptureError
 from roamc.graph import attribute, tensors_of
+from roamc.graph.fingerprint import is_own_part
 from roamc.graph.rewrite import derived, mode_of
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
@@ -60,6 +61,26 @@ def join(module: fx.GraphModule) -> dict[str, str]:
     if starts:
         module.recompile()
     return stands_for
+
+
+def name_own_parts(graph: fx.Graph) -> dict[str, str]:
+    """Give the one part that is read of a tensor that is cut a name without its number, if ``graph`` has collectives.
+
+    Where a rank keeps its part of what all have, as DTensor does for ``Shard``, that is ``split[0]`` and ``getitem`` on
+    one rank, ``split[1]`` and ``getitem_1`` on the next. With one name the plan of one rank fits the others.
+
+    Returns:
+        Old name to new name.
+    """
+    if not any(ops.rule(node.target).collective for node in graph.nodes if node.op == "call_function"):
+        return {}
+    taken = {node.name for node in graph.nodes}
+    names: dict[str, str] = {}
+    for node in graph.nodes:
+        if is_own_part(node) and (name := f"{node.all_input_nodes[0].name}_part") not in taken:
+            names[node.name] = name
+            node.name = name
+    return names
 
 
 def _is_wait(node: fx.Node) -> bool:

@@ -25,7 +25,7 @@ from torch import fx, nn
 from roamc import compat_aot, compat_dynamo
 from roamc.capture import attributes, communication, recurrent, user_line
 from roamc.capture.batch import put_together, take_apart
-from roamc.capture.collectives import join
+from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.reinplace import reinplace
 from roamc.capture.tokens import without_tokens
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
@@ -120,12 +120,11 @@ def stitch(
     traced = {node: tensor.dtype for node in results if node is not None for _, tensor in tensors_of(node)}
     copies = correct(builder.graph)
     _check_outputs(traced)
+    phase = _phases(builder.phase, stands_for, copies, name_own_parts(builder.graph))
     names = dict.fromkeys(stands_for.get(node.name, node.name) for node in saved)
     left = {node.name for node in builder.graph.nodes}
     number(builder.graph)
-    return stitched.replace(
-        phase=_phases(builder.phase, stands_for, copies), saved=tuple(name for name in names if name in left)
-    )
+    return stitched.replace(phase=phase, saved=tuple(name for name in names if name in left))
 
 
 def _check_outputs(traced: Mapping[fx.Node, torch.dtype]) -> None:
@@ -166,8 +165,9 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     reinplace(copied, builder.mode, builder.phase)
     stands_for = join(copied.module)
     copies = correct(builder.graph)
+    phase = _phases(builder.phase, stands_for, copies, name_own_parts(builder.graph))
     number(builder.graph)
-    return copied.replace(phase=_phases(builder.phase, stands_for, copies))
+    return copied.replace(phase=phase)
 
 
 def _check_meta(forward: fx.Graph, name: str) -> None:
@@ -190,10 +190,16 @@ def _on_meta(node: fx.Node) -> bool:
     return any(tensor.device.type == "meta" for _, tensor in tensors_of(node))
 
 
-def _phases(phase: Mapping[str, Phase], replaced: Mapping[str, str], copies: Mapping[str, str]) -> dict[str, Phase]:
-    """Return ``phase`` without nodes in ``replaced``, and with ``copies`` in the phases of the views that read them."""
+def _phases(
+    phase: Mapping[str, Phase], replaced: Mapping[str, str], copies: Mapping[str, str], renamed: Mapping[str, str]
+) -> dict[str, Phase]:
+    """Return ``phase`` without nodes in ``replaced``, and with ``copies`` in the phases of the views that read them.
+
+    Nodes in ``renamed`` have new names.
+    """
     left = {name: its_phase for name, its_phase in phase.items() if name not in replaced}
-    return {**left, **{copy: left[view] for copy, view in copies.items()}}
+    left |= {copy: left[view] for copy, view in copies.items()}
+    return {renamed.get(name, name): its_phase for name, its_phase in left.items()}
 
 
 def role_of(position: int, static: Sequence[int]) -> Role:

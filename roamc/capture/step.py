@@ -18,7 +18,7 @@ from roamc import compat, compat_dynamo
 from roamc.capture import communication, fully_sharded, gather_judge, recurrent, refusals, rng_replay, user_line
 from roamc.capture.attributes import Change, put_back
 from roamc.capture.closures import Closures, check_origins, check_written, join_constants
-from roamc.capture.collectives import join
+from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_values import as_values
 from roamc.capture.in_place_views import as_views
@@ -367,6 +367,7 @@ class _Assembly:
         self._describe_inputs(inputs)
         end = output_node(graph)
         loss, *gradients = _flat(end)
+        name_own_parts(graph)
         phase = _phases(graph, loss)
         _trace_back(graph, phase)
         groups = self._groups()

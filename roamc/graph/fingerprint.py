@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,13 +27,18 @@ PLAIN = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Sym
 _GPU = re.compile(r"\bcuda:\d+\b")
 
 
-def fingerprint(graph: TrainGraph) -> str:
+def fingerprint(graph: TrainGraph, *, of_any_rank: bool = False) -> str:
     """Return a hash, in hexadecimal, of all in ``graph`` that plans depend on; it is the same in every process.
 
     It covers nodes with their names and arguments, geometries, phases, roles, and which inputs share memory. The
     elements of tensors that the graph holds are no part of it.
+
+    Args:
+        graph: the graph.
+        of_any_rank: whether to leave out which of several equal parts a rank takes of a tensor that all ranks have, so
+            that ranks that differ in nothing else have one hash. Plans depend on nothing of that either; programs do.
     """
-    digest = hashlib.sha256("\n".join(_lines(graph.module, graph.graph.nodes)).encode())
+    digest = hashlib.sha256("\n".join(_lines(graph.module, graph.graph.nodes, of_any_rank)).encode())
     digest.update(repr([(port.role.value, int(port.phase)) for port in (*graph.inputs, *graph.outputs)]).encode())
     phases = [(node.name, int(graph.phase[node.name])) for node in operators(graph.graph) if node.name in graph.phase]
     digest.update(f"{graph.boundary}|{graph.saved}|{graph.gradients}|{sorted(graph.waits.items())}|{phases}".encode())
@@ -60,7 +66,15 @@ def _shared(graph: fx.Graph) -> list[str]:
     return [f"{name} in {other}" for name, other in pairs if name != other]
 
 
-def _lines(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> list[str]:
+def is_own_part(node: fx.Node) -> bool:
+    """Return whether ``node`` is one of the parts into which a tensor is cut, and the only one that is read."""
+    if node.target is not operator.getitem:
+        return False
+    (cut,) = node.all_input_nodes
+    return cut.target is torch.ops.aten.split.Tensor and len(cut.users) == 1
+
+
+def _lines(module: fx.GraphModule, nodes: Iterable[fx.Node], of_any_rank: bool = False) -> list[str]:
     """One line for each of ``nodes``.
 
     Groups of ranks have other names on other ranks: they count by where they come first.
@@ -71,6 +85,7 @@ def _lines(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> list[str]:
         mark = "|kept" if is_kept(node) else ""
         constant = f"|{_text(attribute(module, str(node.target)))}" if node.op == "get_attr" else ""
         args, kwargs = _without_groups(node, groups)
+        args = (args[0], "its own") if of_any_rank and is_own_part(node) else args
         called = f"{node.op}|{node.name}|{_text(node.target)}|{_text(args)}|{_text(kwargs)}"
         lines.append(f"{called}|{geometry}{constant}{mark}")
     return lines

@@ -184,7 +184,7 @@ class _Attempt:
 
     def __init__(self, graph: TrainGraph, options: Options, advice: str) -> None:
         self.graph, self.asked, self.options, self.name = graph, options, options, graph.name
-        self.advice, self.mark = advice, fingerprint(graph)
+        self.advice, self.mark = advice, fingerprint(graph, of_any_rank=True)
         self.alike, self.follows = True, False
         self.planned: Planned | None = None
         self.error: Exception | None = None
@@ -255,18 +255,19 @@ class _Attempt:
         if self.error is not None:
             return
         try:
-            self.planned = search.run(self.graph, self.options, _received(sent) if sent else None)
+            self.planned = search.run(self.graph, self.options, self._received(sent) if sent else None)
         except Exception as error:  # it is raised once the other ranks know
             self.error = error
+
+    def _received(self, text: str) -> Plan:
+        """The plan that another rank has sent, for the graph of this one: both have the same :attr:`mark`."""
+        plan = Plan.from_json(zlib.decompress(base64.b64decode(text)).decode())
+        return dataclasses.replace(plan, fingerprint=fingerprint(self.graph))
 
 
 def _packed(plan: Plan) -> str:
     text = base64.b64encode(zlib.compress(plan.to_json().encode())).decode()
     return text if len(text) <= LARGEST else ""
-
-
-def _received(text: str) -> Plan:
-    return Plan.from_json(zlib.decompress(base64.b64decode(text)).decode())
 
 
 def _heard(group: object, texts: Sequence[str], name: str) -> str:

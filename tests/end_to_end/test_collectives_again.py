@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import roamc
 from roamc.graph import ranks
@@ -46,6 +48,11 @@ from tests.end_to_end import test_collectives_again as tests
 tests.repeat_sums()
 tests.compare_budgets()
 tests.plan_apart()
+"""
+
+ON_A_MESH = """
+from tests.end_to_end import test_collectives_again as tests
+torch.save([tests.mesh_step(budget) for budget in (None, "min")], f"{folder}/{rank}.pt")
 """
 
 
@@ -100,6 +107,54 @@ def plan_apart() -> None:
 @pytest.mark.thorough
 def test_sums_run_again_on_all_ranks_or_on_none(tmp_path: Path) -> None:
     run_ranks(tmp_path, SMALL, 2)
+
+
+class OnAMesh(nn.Module):
+    """On a mesh of 2 by 2: columns of ranks are gathered, and then each rank takes its part of them again."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mesh = mesh
+        sizes = [(Shard(1), (16, 32)), (Shard(0), (32, 16))] * 3
+        whole = [(torch.randn(shape) / 4, [Replicate(), placement]) for placement, shape in sizes]
+        self.weights = nn.ParameterList(distribute_tensor(weight, mesh, placements) for weight, placements in whole)
+
+    def forward(self, part: Tensor) -> Tensor:
+        rows = [Shard(0), Replicate()]
+        x = DTensor.from_local(part, self.mesh, rows, run_check=False)
+        for first, second in zip(self.weights[::2], self.weights[1::2], strict=True):
+            inner = (x @ first).redistribute(self.mesh, rows).tanh()
+            own = inner.redistribute(self.mesh, [Shard(0), Shard(1)])
+            x = (own @ second).redistribute(self.mesh, rows).tanh()
+        return x.to_local()  # type: ignore[no-any-return]
+
+
+def mesh_step(budget: str | None) -> tuple[list[Tensor], list[str], list[str]]:
+    """Gradients, reruns and notes of the plan, on each of four ranks."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, row = OnAMesh(mesh), mesh.get_coordinate()[0]  # type: ignore[index]
+    options: dict[str, Any] = {"strict": True, "shard": "whole", **({"memory_budget": budget} if budget else {})}
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(row))
+    torch.compile(model, backend="roamc", options=options, dynamic=False)(x).square().sum().backward()
+    gradients = [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
+    plan = roamc.plans()[-1]
+    return gradients, [name for _, name, *_ in plan.decisions["retain"]["reruns"]], list(plan.notes)
+
+
+@pytest.mark.thorough
+def test_collectives_run_again_on_a_mesh_whose_ranks_take_their_parts(tmp_path: Path) -> None:
+    """Each rank's graph cuts out another part of what all ranks have; one plan fits all of them."""
+    run_ranks(tmp_path, ON_A_MESH, 4)
+    steps = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    for rank, (free, least) in enumerate(steps):
+        assert free[1] == []
+        assert least[1:] == steps[0][1][1:], f"rank {rank} has another plan than the first"
+        assert_same(least[0], free[0], f"rank {rank}")
+    again = steps[0][1][1]
+    assert [name for name in again if "all_reduce" in name]
+    assert [name for name in again if "all_gather" in name]
 
 
 def step(kind: str, split: str, way: str, shard: str, dtype: str, budget: str | None) -> dict[str, Any]:

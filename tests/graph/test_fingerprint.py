@@ -26,6 +26,8 @@ from roamc.planning import search
 from tests.end_to_end.helpers import COMPILE_KEEPS_CHECKS
 from tests.graphs import WithLoss, aten, captured_step, joint_graph, traced
 from tests.models import LSTM, next_token, tokens
+from tests.passes.test_shard_loss import LOSSES, Model, part, tokens_and_labels
+from tests.shards import normal_form
 
 ROOT = Path(__file__).parents[2]
 X = torch.randn(4, 8)
@@ -44,6 +46,17 @@ def test_fingerprint_tells_graphs_apart() -> None:
     assert len(shapes) == 4
     split = traced(lambda x: x.sin(), X)
     assert fingerprint(split.replace(boundary=True)) != fingerprint(split)
+
+
+def test_ranks_that_take_parts_of_their_own_have_one_mark_and_graphs_of_their_own() -> None:
+    """A head that is split by class takes its part of the gradient of all scores."""
+    models = [part(Model(LOSSES["mean"]), rank, 2, by_class=True) for rank in range(2)]
+    first, second = (normal_form(model, tokens_and_labels("none")) for model in models)
+    assert [node.name for node in first.graph.nodes] == [node.name for node in second.graph.nodes]
+    assert fingerprint(first) != fingerprint(second)
+    assert fingerprint(first, of_any_rank=True) == fingerprint(second, of_any_rank=True)
+    second.graph.find_nodes(op="call_function", target=aten.gelu.default)[0].kwargs = {"approximate": "tanh"}
+    assert fingerprint(first, of_any_rank=True) != fingerprint(second, of_any_rank=True)
 
 
 def test_fingerprint_tells_apart_what_the_memory_model_reads() -> None:
