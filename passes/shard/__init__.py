@@ -24,7 +24,7 @@ compare them before the first step: :mod:`roamc.passes.shard.agree` says what, :
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roamc.cost.collectives import traffic
@@ -96,7 +96,10 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             divide the tokens of a region that is said to stay whole.
     """
     notes: list[str] = []
+    alike: dict[object, list[str]] = {}
     for head in (Head(name, ranks, tuple(values)) for name, ranks, values in decision.classes):
+        group, read = classes.read_whole(graph, head)
+        alike.setdefault(group, []).extend(read)
         before, graph = graph, classes.by_class(graph, head)
         notes.append(_told_of_head(before, graph, head))
     captured = graph
@@ -114,16 +117,19 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         notes.append(_told(before, graph, region))
     if not notes and not uneven:
         return graph
-    return graph.replace(notes=(*graph.notes, *notes, *uneven), agreements=_agreements(captured, decision))
+    return graph.replace(notes=(*graph.notes, *notes, *uneven), agreements=_agreements(captured, decision, alike))
 
 
-def _agreements(graph: TrainGraph, decision: Decision) -> tuple[Agreement, ...]:
+def _agreements(graph: TrainGraph, decision: Decision, alike: Mapping[object, Sequence[str]]) -> tuple[Agreement, ...]:
     """What the ranks of each group must have the same of; ranks whose regions stay whole compare their decision.
 
-    ``graph`` has the scores split by class that the decision names, and no regions yet.
+    ``graph`` has the scores split by class that the decision names, and no regions yet; ``alike`` has, for each group
+    of a head, the names of what is read with these scores.
     """
     groups = {node.name: group_of(node) for node in operators(graph.graph)}
-    sharded_by: dict[object, list[str]] = {groups[first]: [] for first, *_ in decision.uneven if first in groups}
+    sharded_by = {group: list(names) for group, names in alike.items()}
+    for first, *_ in decision.uneven:
+        sharded_by.setdefault(groups[first], [])
     for first, _, _, shards, sums in decision.regions:
         sharded_by.setdefault(groups[first], []).extend((*shards, *sums))
     for node in operators(graph.graph):

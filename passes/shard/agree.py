@@ -33,11 +33,11 @@ def agreement(graph: TrainGraph, group: object, names: Iterable[str], decision: 
     Args:
         graph: the captured graph.
         group: the group's name, as operators are called with it.
-        names: of the values of which a rank has rows or an addend.
+        names: of the values of which a rank has rows or an addend, and of what is read with its own classes.
         decision: text of what was decided, the same on all ranks.
     """
     makers = {maker_of(name) for name in names}
-    met = _met(graph, group, {node for node in operators(graph.graph) if node.name in makers})
+    met = _met(graph, group, {node for node in graph.graph.nodes if node.name in makers})
     nodes = [node for node in graph.graph.nodes if node in met]
     called = [node for node in nodes if node.op == "call_function"]
     draws = {(graph.phase[node.name], device): None for node in called for device in _generators(node)}

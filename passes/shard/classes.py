@@ -105,6 +105,21 @@ def by_class(graph: TrainGraph, head: Head) -> TrainGraph:
     return _Writer(graph, columns).run()
 
 
+def read_whole(graph: TrainGraph, head: Head) -> tuple[Any, tuple[str, ...]]:
+    """Return the group of a head's ranks, and the names of what they must have the same of.
+
+    That is what operators on a rank's own classes read besides these.
+
+    Raises:
+        PlanError: ``graph`` does not gather such scores.
+    """
+    columns = _Columns(graph, _scores(graph, head))
+    columns.find()
+    readers = [node for node in (*columns.values, *columns.summed) if node is not columns.scores.whole]
+    names = (argument.name for node in readers for argument in node.all_input_nodes if argument not in columns.values)
+    return columns.scores.group, tuple(dict.fromkeys(names))
+
+
 def gather_of(graph: TrainGraph, head: Head) -> str:
     """Return the name of the collective that gathers a head's scores in ``graph``.
 

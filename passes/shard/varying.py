@@ -37,7 +37,8 @@ FACTORS: dict[object, tuple[int, ...]] = {
 SAME_AFTER = frozenset(
     FINISHED[start]
     for start in FINISHED
-    if start._schema.name.rpartition("::")[2] in ("all_reduce", "all_gather_into_tensor", "broadcast")
+    if start._schema.name.rpartition("::")[2].removesuffix("_coalesced")
+    in ("all_reduce", "all_gather_into_tensor", "broadcast")
 )
 """Collectives whose result every rank of the group has."""
 

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from roamc.errors import VerifyError, way_out
+from roamc.graph import update_judge
 from roamc.graph.train_graph import TrainGraph
 from roamc.graph.value_flow import Walk, compare, read
 from roamc.graph.value_numbers import Key, Number, Numbers
@@ -49,7 +50,9 @@ def check(before: TrainGraph, after: TrainGraph, name: str) -> None:
     """
     numbers = Numbers()
     earlier = read(before, numbers, name, _Walk)
-    compare(read(after, numbers, name, _Walk), earlier, name)
+    later = read(after, numbers, name, _Walk)
+    compare(later, earlier, name)
+    update_judge.check(later.updates, earlier.updates, name)
 
 
 class _Walk(Walk):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
 from roamc.compat_groups import Absent, exchanged, is_planned_for, numbers_in, sums_in_one_order, withdraw
-from roamc.errors import RanksError
+from roamc.errors import RanksError, VerifyError, way_out
 from roamc.graph.train_graph import SamePlan, TrainGraph, operators
 from roamc.operators import ops
 from roamc.operators.schemas import group_of
@@ -39,6 +39,26 @@ def runs_together(node: fx.Node, same_plan: Sequence[SamePlan]) -> bool:
         return False
     group = group_of(node)
     return any(plan.group == group and (plan.sums or gives is Together.MOVED) for plan in same_plan)
+
+
+def check_again(graph: TrainGraph, again: Collection[object], after: str) -> None:
+    """Check that ranks compare which collectives they run, where a pass has some run again.
+
+    Args:
+        graph: what the pass left.
+        again: groups of ranks of which more collectives run again than before the pass.
+        after: name of the pass, for the message.
+
+    Raises:
+        VerifyError: names a group whose ranks do not compare.
+    """
+    compared = {agreement.group for agreement in graph.agreements}
+    missing = next((group for group in again if group not in compared), None)
+    if missing is not None:
+        raise VerifyError(
+            f"after pass {after!r}: collectives of {missing!r} run again, and its ranks do not compare which; "
+            f"{way_out(after)}"
+        )
 
 
 def with_same_plan(graph: TrainGraph, groups: Sequence[object]) -> TrainGraph:

@@ -40,6 +40,7 @@ from roamc.compat import OpOverload
 from roamc.compat_groups import ranks_in
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
+from roamc.graph.rank_judge import check_agreements, check_waits
 from roamc.graph.shard_classes import MORE_RULES, by_class, is_by_class
 from roamc.graph.shard_indices import INDEX_RULES
 from roamc.graph.shard_states import (
@@ -59,6 +60,7 @@ from roamc.graph.shard_states import (
 from roamc.graph.shard_terms import Term, Terms
 from roamc.graph.storage_ids import StorageId, ids_of
 from roamc.operators import ops
+from roamc.operators.random import save_rng_state
 from roamc.operators.schemas import name_of
 from roamc.operators.shards import own_classes, own_indices
 
@@ -111,7 +113,10 @@ class Walk:
             its group; empty for a sharded graph.
         cut: terms of which one part along the last dimension is read, and nothing else, to the part's term, its number,
             and the number of parts; empty for a sharded graph.
-        same: group to the function that :meth:`shared` returned for it.
+        same: group to a function that says whether its ranks have the same elements of a term.
+        asked: group to the terms of which its ranks must have the same elements, and have; empty for a captured graph.
+        common: group to the terms that its ranks get from each other, in collectives that the captured graph has not.
+        drawn: terms of random operators to the phases and devices of their generators.
     """
 
     def __init__(self, terms: Terms, graph: TrainGraph, after: str, captured: Walk | None = None) -> None:
@@ -128,6 +133,9 @@ class Walk:
         self.gathered: dict[Term, tuple[Term, tuple[object, int]]] = {}
         self.cut: dict[Term, tuple[Term, int, int]] = {}
         self.same: dict[object, Callable[[Term], bool]] = {}
+        self.asked: dict[object, set[Term]] = {}
+        self.common: dict[object, set[Term]] = {}
+        self.drawn: dict[Term, list[tuple[Phase, torch.device]]] = {}
 
     def fail(self, node: fx.Node, fault: str) -> Any:
         """Raise a VerifyError whose message names the pass, ``node`` and its operator, and goes on with ``fault``.
@@ -157,23 +165,27 @@ class Walk:
         """Compare outputs and effects of a sharded graph with those of the captured one; both walks have run.
 
         Raises:
-            VerifyError: an output is not whole on every rank or is another value than in the captured graph, or random
-                operators, writes or checks differ in number, sequence or terms.
+            VerifyError: an output is not whole on every rank or is another value than in the captured graph; random
+                operators, writes or checks differ in number, sequence or terms; ranks do not compare what they must
+                have the same; or updates wait for another gradient.
         """
         assert self.captured is not None
         for (mine, name), (theirs, other) in zip(self.effects, self.captured.effects, strict=False):
             if mine != theirs:
-                self._lost(f"{name} draws, writes or checks something else than {other} in the captured graph")
+                self.lost(f"{name} draws, writes or checks something else than {other} in the captured graph")
         if len(self.effects) != len(self.captured.effects):
-            self._lost(f"{len(self.effects)} operators draw, write or check, {len(self.captured.effects)} are captured")
+            self.lost(f"{len(self.effects)} operators draw, write or check, {len(self.captured.effects)} are captured")
         pairs = zip(output_values(self.graph.graph), output_values(self.captured.graph.graph), strict=True)
         for position, (node, old) in enumerate(pairs):
             if (node is None) != (old is None):
-                self._lost(f"output {position} is {node} in the place of {old}")
+                self.lost(f"output {position} is {node} in the place of {old}")
             if node is not None and old is not None:
                 self._compare_output(position, node, old)
+        check_agreements(self)
+        check_waits(self)
 
-    def _lost(self, fault: str) -> None:
+    def lost(self, fault: str) -> None:
+        """Raise a VerifyError that names the pass, and whose message goes on with ``fault``."""
         raise VerifyError(f"after pass {self.after!r}: {fault}")
 
     def _compare_output(self, position: int, node: fx.Node, old: fx.Node) -> None:
@@ -281,6 +293,8 @@ class Walk:
             self.draws += 1
             parts.append(("draw", self.draws))
         term = self.terms.of("operator", *parts)
+        if facts.may_draw or node.target is save_rng_state:
+            self.note_draw(node, term)
         if facts.may_draw or facts.mutates or facts.ordered:
             self.effects.append((term, node.name))
         written = ops.mutated_arguments(node)
@@ -292,6 +306,12 @@ class Walk:
             for at, tensor in tensors_of(node)
         }
         return tuple(results.get(at) for at in range(len(node.meta["val"]) if many else 1))
+
+    def note_draw(self, node: fx.Node, term: Term) -> None:
+        """Note that the elements of ``term`` are random numbers of ``node``, or a state of their generator."""
+        named = node.args[0] if node.target is save_rng_state else None
+        devices = [tensor.device for _, tensor in tensors_of(node)] if named is None else [torch.device(named)]  # type: ignore[arg-type]
+        self.drawn[term] = [(self.graph.phase[node.name], device) for device in dict.fromkeys(devices)]
 
     def _term(self, node: fx.Node, argument: fx.Node, value: Value) -> Term:
         return value.term if ops.is_view(node.target) else self.read(argument, value)
@@ -367,7 +387,14 @@ class Walk:
         """
         if group not in self.same:
             self.same[group] = self._shared(group)
-        return self.same[group]
+
+        def holds(term: Term) -> bool:
+            same = self.same[group](term)
+            if same:
+                self.asked.setdefault(group, set()).add(term)
+            return same
+
+        return holds
 
     def _shared(self, group: object) -> Callable[[Term], bool]:
         source = self.captured or self

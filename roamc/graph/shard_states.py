@@ -323,6 +323,7 @@ def _dropout(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     walk.draws += 1
     mask = walk.terms.of("mask", walk.draws, value.shape, share)
     walk.effects.append((mask, node.name))
+    walk.note_draw(node, mask)
     scale = literals(node, lambda argument: value.term)[-1:]
     arguments = [value.term, mask, ("float", str(1.0 / (1.0 - share))), *scale]
     dropped = walk.terms.of("elements", aten.native_dropout_backward.default, *arguments)
@@ -408,6 +409,7 @@ def _reduced(walk: Walk, node: fx.Node, argument: Any, value: Value | None) -> V
         if op != {P: "sum", M: "max"}[value.state] or value.group is None or value.group[0] != group:
             reduction = f"{WORDS[value.state]} of {argument} by {op!r} over the ranks of {group!r}"
             walk.fail(node, f"reduces {reduction}, which is to be reduced otherwise, or over another group")
+        walk.common.setdefault(group, set()).add(value.term)
         return replace(value, state=R, group=None)
     return replace(value, term=walk.reduced(node, value.term, op, group))
 
@@ -442,6 +444,7 @@ def _all_gather(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
     if value.state != T or value.group != group:
         walk.fail(node, f"gathers {node.args[0]}, which is not the rows of these {group[1]} ranks")
     walk.gathers.update(dict.fromkeys(ids_of(node), (node.name, walk.graph.phase[node.name])))
+    walk.common.setdefault(group[0], set()).add(value.term)
     return (replace(value, state=R, group=None),)
 
 

@@ -109,11 +109,11 @@ class _Shared:
         if key[0] in ("all_reduce", "classes") and key[2] == self.group:
             return False
         target = str(key[1]) if key[0] == "operator" else ""
-        if target == "roamc.own_part.default" and str(self.group) in _leaves(key):
+        if target == "roamc.own_part.default" and str(self.group) in leaves_of(key):
             return True
-        if target.startswith("roamc_collective.all_gather") and str(self.group) in _leaves(key):
+        if target.startswith("roamc_collective.all_gather") and str(self.group) in leaves_of(key):
             return False
-        return term in self.parts or any(self.differs[part.number] for part in _terms(key))
+        return term in self.parts or any(self.differs[part.number] for part in terms_of(key))
 
     def _find_parts(self, summed: Term) -> None:
         """Inputs that are factors of products of which ``summed`` is made element by element."""
@@ -126,7 +126,7 @@ class _Shared:
                 factor = self._input(key[1])
                 self.parts |= {factor} if factor is not None else set()
             elif key[0] in ("sum", "expanded", "elements"):
-                fresh = [part for part in _terms(key) if part not in seen]
+                fresh = [part for part in terms_of(key) if part not in seen]
                 seen.update(fresh)
                 waiting += fresh
 
@@ -134,7 +134,7 @@ class _Shared:
         """The input that ``factor`` is a transposed view, a cast or a part of; None for what is computed otherwise."""
         key = self.terms.key(factor)
         while key[0] != "input":
-            inner = list(_terms(key))
+            inner = list(terms_of(key))
             cast = key[0] == "elements" and key[1] is aten._to_copy.default
             if len(inner) != 1 or not (cast or (key[0] == "operator" and key[1] in TRANSPOSED)):
                 return None
@@ -144,22 +144,24 @@ class _Shared:
 
 def _factors(key: tuple[object, ...]) -> list[Term]:
     """The last two operands of a product."""
-    operands = [list(_terms((part,))) for part in key[2:]]
+    operands = [list(terms_of((part,))) for part in key[2:]]
     return [terms[0] for terms in operands if terms][-2:]
 
 
-def _terms(key: Sequence[object]) -> Iterator[Term]:
+def terms_of(key: Sequence[object]) -> Iterator[Term]:
+    """Yield the terms in the ``key`` of a term, those in tuples within it included."""
     for part in key:
         if isinstance(part, Term):
             yield part
         elif isinstance(part, tuple):
-            yield from _terms(part)
+            yield from terms_of(part)
 
 
-def _leaves(key: Sequence[object]) -> Iterator[object]:
+def leaves_of(key: Sequence[object]) -> Iterator[object]:
+    """Yield the parts of a term's ``key``, tuples taken apart."""
     for part in key:
         if isinstance(part, tuple):
-            yield from _leaves(part)
+            yield from leaves_of(part)
         else:
             yield part
 

@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,9 +44,10 @@ from roamc.graph import (
     placeholders,
     storage_name,
     tensors_of,
+    update_judge,
 )
 from roamc.graph.keep import is_kept
-from roamc.graph.ranks import runs_together
+from roamc.graph.ranks import check_again, runs_together
 from roamc.graph.rewrite import derived
 from roamc.graph.same_values import OTHER_SUMS, Call, equal_of
 from roamc.graph.storage_ids import StorageId
@@ -55,7 +58,7 @@ from roamc.operators.composite import Composite
 from roamc.operators.counter import draw_seeds
 from roamc.operators.ops import Need
 from roamc.operators.random import replay, save_rng_state
-from roamc.operators.schemas import name_of
+from roamc.operators.schemas import group_of, name_of
 
 aten = torch.ops.aten
 
@@ -82,7 +85,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
     handed_in = [node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
     returned = list(zip(output_values(graph.graph), graph.outputs, strict=True))
     finals: dict[str, Number] = {}
-    crossed = not graph.boundary
+    crossed, updates = not graph.boundary, update_judge.Recorder(graph)
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             walk.feed(node, numbers.of("given", node.op, str(node.target)))
@@ -99,11 +102,13 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
                 raise VerifyError(f"after pass {after!r}: {node.name} cannot run on what it reads: {reason}") from None
             if odd is not None:
                 raise VerifyError(f"after pass {after!r}: {node.name} is a view {odd}")
+            updates.note(walk, node)
     finals |= walk.results(returned, "step")
     for node in handed_in:
         finals |= walk.left(node, callers.get(node, node.name))
     finals["the random generator"] = walk.state
-    return Flow(numbers, walk.operators, tuple(walk.effects), finals, walk.makers, walk.writers)
+    effects = tuple(walk.effects)
+    return Flow(numbers, walk.operators, effects, finals, walk.makers, walk.writers, walk.again, updates.finished())
 
 
 def check(
@@ -163,7 +168,8 @@ def check(
     _check_kept(graph, before, flow, after)
     early = enumerate(graph.outputs) if handed_over and graph.boundary else ()
     compare(flow, before, after, {_output(at, port, "step") for at, port in early if port.phase is Phase.FORWARD})
-    return flow
+    check_again(graph, flow.again - before.again, after)
+    return replace(flow, updates=update_judge.check(flow.updates, before.updates, after))
 
 
 def compare(flow: Flow, before: Flow, after: str, besides: Collection[str] = ()) -> None:
@@ -233,6 +239,7 @@ class Walk:
         same_plan: the groups whose ranks may run a collective again.
         effects: (number, name) of each operator that has run and has an effect other than results and writes; of a
             collective that may run again, the first run.
+        again: group of ranks to the number of its collectives that have run again.
         makers: number to the name of the first node that has it.
         writers: content of a storage to the name of the first operator that has written it in place.
     """
@@ -251,6 +258,7 @@ class Walk:
         self.reuse = reuse or {}
         self.same_plan = same_plan
         self._sent: set[Number] = set()
+        self.again: Counter[object] = Counter()
         self.state = numbers.of("generator")
         self.operators: dict[str, Number] = {}
         self.effects: list[tuple[Number, str]] = []
@@ -291,6 +299,8 @@ class Walk:
         self.makers.setdefault(number, node.name)
         if target.rule.ordered or (target.rule.collective and number not in self._sent):
             self.effects.append((number, node.name))
+        elif target.rule.collective:
+            self.again[group_of(node)] += 1
         if runs_together(node, self.same_plan):
             self._sent.add(number)
         called: Any = node.target

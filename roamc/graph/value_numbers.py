@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from torch import fx
 from roamc.compat import OpOverload, fake_mode_of
 from roamc.graph.memory import fills_storage
 from roamc.graph.storage_ids import STORAGES, StorageId, lie_in, placed
+from roamc.graph.update_judge import Updates
 from roamc.operators import ops
 from roamc.operators.schemas import relative
 
@@ -228,6 +230,8 @@ class Flow:
             state of the random generator. The keys are words for a message.
         makers: number to the name of the first node of this graph that has it.
         writers: content of a storage to the name of the first operator of this graph that has written it in place.
+        again: group of ranks to the number of its collectives that run again.
+        updates: when gradients are there, and when updates begin.
     """
 
     numbers: Numbers = field(repr=False)
@@ -236,3 +240,5 @@ class Flow:
     finals: Mapping[str, Number]
     makers: Mapping[Number, str]
     writers: Mapping[Number, str]
+    again: Counter[object]
+    updates: Updates

@@ -17,7 +17,7 @@ from torch import fx
 
 from roamc.compat import OpOverload, identity
 from roamc.errors import VerifyError, way_out
-from roamc.graph import Phase, TrainGraph, operators, output_values, placeholders, storage_name, tensors_of
+from roamc.graph import Agreement, Phase, TrainGraph, operators, output_values, placeholders, storage_name, tensors_of
 from roamc.graph.memory import SharedStorages, build_memory, reused_argument, started_by
 from roamc.graph.ranks import runs_together
 from roamc.graph.rewrite import mode_of, value_of
@@ -45,10 +45,12 @@ class Constraints:
             collectives.
         effects: names of nodes that write, draw, talk to other ranks or assert, and so must not be removed. Collectives
             that may run again are left out: :mod:`roamc.graph.value_flow` sees that one of equal ones stays.
+        agreements: what ranks compare before the first step, and still must.
     """
 
     order: tuple[tuple[str, str], ...] = ()
     effects: tuple[str, ...] = ()
+    agreements: tuple[Agreement, ...] = ()
 
 
 def constraints(graph: TrainGraph) -> Constraints:
@@ -60,7 +62,8 @@ def constraints(graph: TrainGraph) -> Constraints:
         for op in memory.operators
         if ops.has_effect(op.node.target) and not runs_together(op.node, graph.same_plan)
     )
-    return Constraints(tuple((names[before], names[after]) for before, after in memory.edges), effects)
+    order = tuple((names[before], names[after]) for before, after in memory.edges)
+    return Constraints(order, effects, graph.agreements)
 
 
 def check_graph(graph: TrainGraph, after: str, earlier: Constraints | None = None, *, deep: bool = False) -> None:
@@ -86,6 +89,7 @@ def check_graph(graph: TrainGraph, after: str, earlier: Constraints | None = Non
     _check_phases(graph, after)
     _check_finished(graph, after)
     _check_order(graph, after, earlier or Constraints())
+    _check_agreements(graph, after, earlier or Constraints())
     if deep:
         _check_metadata(graph, after)
     _check_aliases(graph, after)
@@ -239,6 +243,21 @@ def _check_order(graph: TrainGraph, after: str, earlier: Constraints) -> None:
             _fail(
                 graph, after, by_name[behind], f"{behind} must stay behind {before} (data, write, random or collective)"
             )
+
+
+def _check_agreements(graph: TrainGraph, after: str, earlier: Constraints) -> None:
+    """Ranks compare what they compared before, once for each group, and of inputs that there are."""
+    lost = next((agreement.group for agreement in earlier.agreements if agreement not in graph.agreements), None)
+    if lost is not None:
+        raise VerifyError(
+            f"after pass {after!r}: the ranks of {lost!r} no longer compare what they must; {way_out(after)}"
+        )
+    groups = [agreement.group for agreement in graph.agreements]
+    names = {node.name for node in placeholders(graph.graph)}
+    unknown = [name for agreement in graph.agreements for name in agreement.inputs if name not in names]
+    if len(set(groups)) < len(groups) or unknown:
+        what = f"compare {unknown[0]}, which is no input" if unknown else "of one group compare more than once"
+        raise VerifyError(f"after pass {after!r}: ranks {what}; {way_out(after)}")
 
 
 def _check_aliases(graph: TrainGraph, after: str) -> None:

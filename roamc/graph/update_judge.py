@@ -1,0 +1,125 @@
+"""The judge of updates: none begins before the gradient is there that it waited for in the captured graph.
+
+An update that does not read its gradient, such as a weight's decay, could run at any time. It waits all the same, so
+that a step that fails before the gradient is there has changed nothing: :attr:`roamc.graph.TrainGraph.waits` says for
+what. Passes join and rename operators, and bring these names along. The judge goes by values alone:
+
+    captured    tensors of the caller that an update writes, and the value of the gradient that it waits for
+    later       the first operator of UPDATE that writes such a tensor stands behind what makes this value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from roamc.errors import VerifyError, way_out
+from roamc.graph.storage_ids import StorageId, ids_of
+from roamc.graph.train_graph import Phase, TrainGraph, placeholders
+from roamc.operators import ops
+
+if TYPE_CHECKING:
+    from roamc.graph.value_flow import Walk
+
+Number = int
+
+
+@dataclass(frozen=True)
+class Updates:
+    """When the gradients of a graph are there, and when its updates begin.
+
+    Attributes:
+        waits: name of an input that updates write to the numbers of the gradients that they wait for, and their names.
+        begun: name of an input to the position of the first operator of UPDATE that writes it, among all operators.
+        there: number of a value that is not made in FORWARD to the position of the operator behind which it is there.
+    """
+
+    waits: Mapping[str, Mapping[Number, str]] = field(default_factory=dict)
+    begun: Mapping[str, int] = field(default_factory=dict)
+    there: Mapping[Number, int] = field(default_factory=dict)
+
+
+class Recorder:
+    """Notes gradients and updates of ``graph`` while a walk numbers its values.
+
+    A graph without updates has nothing to note.
+    """
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self.graph = graph
+        self.inputs: dict[StorageId, str] = {}
+        if Phase.UPDATE in graph.phase.values():
+            self.inputs = {storage: node.name for node in placeholders(graph.graph) for storage in ids_of(node)}
+        self.awaited = set(graph.waits.values())
+        self.numbers: dict[str, Number] = {}
+        self.writes: dict[str, list[str]] = {}
+        self.begun: dict[str, int] = {}
+        self.there: dict[Number, int] = {}
+        self.waited: set[Number] = set()
+        self.position = 0
+
+    def note(self, walk: Walk, node: fx.Node) -> None:
+        """Note what ``node`` has made and written; ``walk`` has just run it."""
+        if not self.inputs:
+            return
+        self.position += 1
+        phase = self.graph.phase[node.name]
+        if phase is not Phase.FORWARD or node.name in self.awaited:
+            self._note_values(walk, node)
+        if phase is Phase.UPDATE:
+            self._note_writes(node)
+
+    def _note_values(self, walk: Walk, node: fx.Node) -> None:
+        late = ops.rule(node.target).finishes is not None  # what it waits for was not there before
+        for place in walk.numbers.places(node):
+            number = walk.content(place)
+            if late and number not in self.waited:
+                self.waited.add(number)
+                self.there[number] = self.position
+            elif not ops.is_view(node.target):
+                self.there.setdefault(number, self.position)
+            if node.name in self.awaited:
+                self.numbers[node.name] = number
+
+    def _note_writes(self, node: fx.Node) -> None:
+        for argument in ops.mutated_arguments(node):
+            names = [self.inputs[storage] for storage in ids_of(argument) if storage in self.inputs]
+            self.writes.setdefault(node.name, []).extend(names)
+            for name in names:
+                self.begun.setdefault(name, self.position)
+
+    def finished(self) -> Updates:
+        """Return what was noted; the walk is at its end."""
+        waits: dict[str, dict[Number, str]] = {}
+        for update, gradient in self.graph.waits.items():
+            for name in self.writes.get(update, ()) if gradient in self.numbers else ():
+                waits.setdefault(name, {})[self.numbers[gradient]] = gradient
+        return Updates(waits, self.begun, self.there)
+
+
+def check(later: Updates, before: Updates, after: str) -> Updates:
+    """Check that updates begin behind the gradients that they wait for.
+
+    Args:
+        later: of the graph that a pass left; its own ``waits`` are not read.
+        before: of the graph before the pass, with the same numbers.
+        after: name of the pass, for the message.
+
+    Returns:
+        ``later``, with what the updates wait for in ``before``.
+
+    Raises:
+        VerifyError: an update begins earlier; names what it writes, and the gradient.
+    """
+    for name, gradients in before.waits.items():
+        for number, gradient in gradients.items():
+            there = later.there.get(number, 0)  # else inside of a group, in front of what the group writes
+            if later.begun.get(name, there) < there:
+                raise VerifyError(
+                    f"after pass {after!r}: {name} is updated before its gradient {gradient} is there, so that a step "
+                    f"that fails in between has changed it; {way_out(after)}"
+                )
+    return replace(later, waits=before.waits)
