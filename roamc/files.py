@@ -10,15 +10,24 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
+
+try:
+    import fcntl
+except ImportError:  # a system without these locks
+    fcntl = None  # type: ignore[assignment]
 
 FRESH = re.compile(r"\.roamc-\d+-[0-9a-f]{8}\.tmp")
 """Names of files that are being written."""
 
 FORGOTTEN = 24 * 3600.0
 """Seconds after which such a file is that of a process that was killed."""
+
+PATIENCE = 2.0
+"""Seconds that a process waits for another one that has locked a file."""
 
 
 def measured_folder() -> Path:
@@ -47,6 +56,38 @@ def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
             _replace(path.resolve(), text, errors)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Within this context no other process is in one for the same file, so that what is read of it stays true.
+
+    The lock is a file beside ``path``, and ends with the process that holds it. A process that holds it for more than
+    :data:`PATIENCE` is not waited for; nor is any where the system has no such locks.
+
+    Args:
+        path: the file, which need not exist; its folder does.
+
+    Raises:
+        OSError: the lock's file cannot be made.
+    """
+    with path.with_name(f".{path.name}.lock").open("a") as file:
+        end = time.monotonic() + PATIENCE
+        while not _lock(file.fileno()) and time.monotonic() < end:
+            time.sleep(0.005)
+        yield
+
+
+def _lock(file: int) -> bool:
+    """Lock an open file until it is closed; False if another process has locked it."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def _replace(target: Path, text: str, errors: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -35,6 +37,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit = item.config.getoption("--seconds")
     if limit is not None and time.monotonic() - BEGUN > limit:
         pytest.skip("no time left for it in this run")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def a_cache_folder_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing that tests measure is kept in the user's cache folder, and nothing is read from there.
+
+    The folder is named in the environment, and so holds in the processes that tests start; all workers have one.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield
 
 
 @pytest.fixture

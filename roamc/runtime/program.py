@@ -23,7 +23,7 @@ from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.graph.memory import build_memory
 from roamc.interruptions import came_from_elsewhere, interruption
 from roamc.operators import kernels, ops, split_collectives
-from roamc.operators.gpu import tuning
+from roamc.operators.gpu import kept, tuning
 from roamc.planning.planned import Planned
 from roamc.runtime import agreement, blocks, fallback
 from roamc.runtime.arena import Arena, ArenaPool, Bound
@@ -151,6 +151,7 @@ class Executable:
             if moved:
                 return self._started_again(entry, moved[0], again)
             self._checked.add(entry)
+            kept.write()
         return results
 
     def run_plain(self, entry: str, args: list[Any]) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc import progress
+from roamc import files, progress
 from roamc.codegen import group_judge
 from roamc.operators.gpu import fused_kernel, here, kept, tuning
 from roamc.operators.gpu.fused_kernel import FusedKernel
@@ -179,9 +180,56 @@ def test_an_entry_that_was_changed_is_left_out_with_a_word(
 def test_a_shape_that_the_kernel_has_not_is_measured_anew_with_a_word(
     gpu: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept.keep(gpu.machine, {group().key: Kept(LaunchShape(1000, 3))})
+    kept.note(gpu.machine, {group().key: Kept(LaunchShape(1000, 3))})
+    kept.write()
     assert in_next_process([group()]) == [FASTEST]
     assert "has no shape" in caplog.text
+
+
+@pytest.mark.parametrize("first", ["fastest", "compared"])
+def test_what_another_process_has_kept_of_a_kernel_stays(gpu: Gpu, first: str) -> None:
+    """The other one writes between a note and its writing."""
+    notes = {"fastest": Kept(fastest=FASTEST), "compared": Kept(compared=FIRST)}
+    kept.note(gpu.machine, {"key": notes.pop(first)})
+    mine = dict(kept._unwritten)
+    kept.forget()
+    (other,) = notes.values()
+    kept.note(gpu.machine, {"key": other, "second": other})
+    kept.write()
+    held = {path: dict(one) for path, (_, one) in mine.items()}
+    kept._held.clear()
+    kept._held.update(held)
+    kept._unwritten.update(mine)
+    kept.write()
+    kept.forget()
+    assert kept.of(gpu.machine, "key") == Kept(FASTEST, FIRST)
+    assert kept.of(gpu.machine, "second") == other
+
+
+def test_processes_that_write_at_once_lose_nothing(gpu: Gpu) -> None:
+    children = []
+    for number in range(4):
+        child = os.fork()
+        if not child:
+            for count in range(10):
+                kept.note(gpu.machine, {f"{number} {count}": Kept(FASTEST)})
+                kept.write()
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    kept.forget()
+    assert all(kept.of(gpu.machine, f"{n} {count}") == Kept(FASTEST) for n in range(4) for count in range(10))
+
+
+def test_a_lock_that_is_never_given_back_is_not_waited_for(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PATIENCE", 0.01)
+    kept.note(gpu.machine, {"first": Kept(FASTEST)})
+    (path,) = kept._unwritten
+    path.parent.mkdir()
+    with files.locked(path):
+        kept.write()
+    kept.forget()
+    assert kept.of(gpu.machine, "first") == Kept(FASTEST)
 
 
 def test_a_folder_that_cannot_be_written_is_said(gpu: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -282,6 +330,30 @@ def test_the_kernels_of_a_program_are_tuned_unless_the_user_says_no(
     assert set(judged) == {gpu.fastest if tune else FIRST}
 
 
+@pytest.mark.parametrize(("route", "writes"), [("train_step", 1), ("optimize", 2)])
+def test_first_results_of_a_step_are_written_at_once(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, writes: int
+) -> None:
+    """Forward and backward, called apart, write once each."""
+    use_kernels(monkeypatch)
+    written: list[Path] = []
+    write_text = files.write_text
+    monkeypatch.setattr(files, "write_text", lambda path, text: (written.append(path), write_text(path, text)))
+    model, x = Scaled(), torch.randn(256, 32)
+    if route == "train_step":
+        optimizer = torch.optim.SGD(model.parameters())
+        step = roamc.train_step(model, lambda m, x: m(x).sum(), optimizer, strict=True, tune=False)
+        losses = [step(x) for _ in range(2)]
+    else:
+        planned = roamc.optimize(model, strict=True, tune=False)
+        losses = [planned(x).sum() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+    assert len(losses) == 2
+    assert written == [file_of(tmp_path)] * writes
+    assert len(json.loads(written[0].read_text())["kernels"]) >= 3
+
+
 class Event:
     """An event of CUDA whose time is that of a clock."""
 
@@ -345,6 +417,7 @@ def run(one: FusedKernel) -> tuple[Tensor, int]:
 def test_a_first_result_is_compared_once_on_a_machine(gpu: Gpu) -> None:
     assert run(group())[1] == 1
     assert run(group())[1] == 0
+    kept.write()
     kept.forget()
     assert run(group())[1] == 0
     gpu.machine["triton"] = "4.0.0"
@@ -380,6 +453,7 @@ def test_a_kernel_that_was_right_and_does_not_compile_now_is_given_up(gpu: Gpu) 
 
 def test_a_changed_entry_is_no_proof(gpu: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(group(factor=2))
+    kept.write()
     data = json.loads(file_of(tmp_path).read_text())
     data["kernels"][0][0] = group(rows=32).key
     file_of(tmp_path).write_text(json.dumps(data))

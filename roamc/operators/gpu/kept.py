@@ -6,6 +6,9 @@
 One file for each kind of GPU, beside the measured profiles. An entry is a kernel's key, the shape that was fastest, the
 shape whose first result was compared with what the operators give, and a hash of machine and entry. An entry with
 another hash, or none that a kernel can have, is left out, and a warning is logged.
+
+What is noted is written later, and at once for all kernels of a program: :func:`note`, then :func:`write`. Several
+processes may share a file: one after the other reads it, and writes what it has read together with its own notes.
 """
 
 from __future__ import annotations
@@ -44,15 +47,19 @@ class Kept:
 
 
 _held: dict[Path, dict[str, Kept]] = {}
-"""File to what this process has read of it and written to it."""
+"""File to what this process has read of it, and what it has noted."""
+
+_unwritten: dict[Path, tuple[Machine, dict[str, Kept]]] = {}
+"""File to the machine, and what was noted since the file was last written."""
 
 _lock = Lock()
 
 
 def forget() -> None:
-    """Forget what was read; the files are read again when they are next asked for."""
+    """Forget what was read and noted; the files are read again when they are next asked for."""
     with _lock.now:
         _held.clear()
+        _unwritten.clear()
 
 
 def of(machine: Machine, key: str) -> Kept:
@@ -69,24 +76,47 @@ def of(machine: Machine, key: str) -> Kept:
         return _held[path].get(key, Kept())
 
 
-def keep(machine: Machine, fresh: Mapping[str, Kept]) -> None:
-    """Keep results, in this process and in the file; where that cannot be written, a warning is logged.
+def note(machine: Machine, fresh: Mapping[str, Kept]) -> None:
+    """Note results: they count in this process from now on, and in others once :func:`write` has been called.
 
     Args:
         machine: the GPU and the versions.
-        fresh: key of each kernel to what is kept of it from now on.
+        fresh: key of each kernel to what is new; what is None there stays as it is kept.
     """
     if not fresh:
         return
     path = _path(machine)
     with _lock.now:
-        merged = _held[path] = {**_held.get(path, {}), **_read(path, machine), **fresh}  # others may have written, too
-        rows = [_row(machine, key, one) for key, one in sorted(merged.items())]
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.write_text(path, json.dumps({"machine": machine, "kernels": rows}) + "\n")
-        except OSError as error:
-            log.warning("what was measured of kernels is not kept: %s", error)
+        if path not in _held:
+            _held[path] = _read(path, machine)
+        _, notes = _unwritten.setdefault(path, (machine, {}))
+        for kept in (_held[path], notes):
+            kept.update(_joined(fresh, kept))
+
+
+def write() -> None:
+    """Write what was noted to the files. Notes for one that cannot be written are dropped, and a warning is logged."""
+    with _lock.now:
+        while _unwritten:
+            path, (machine, notes) = _unwritten.popitem()
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with files.locked(path):
+                    held, stored = _held[path], _read(path, machine)  # others may have written, too
+                    stored = {**held, **_joined(stored, held)}
+                    stored |= _joined(notes, stored)
+                    rows = [_row(machine, key, kept) for key, kept in sorted(stored.items())]
+                    files.write_text(path, json.dumps({"machine": machine, "kernels": rows}) + "\n")
+            except OSError as error:
+                log.warning("what was measured of kernels is not kept: %s", error)
+                continue
+            _held[path] = stored
+
+
+def _joined(fresh: Mapping[str, Kept], kept: Mapping[str, Kept]) -> dict[str, Kept]:
+    """Return what is kept of the kernels of ``fresh``, in which None leaves what was kept before."""
+    pairs = ((key, new, kept.get(key, Kept())) for key, new in fresh.items())
+    return {key: Kept(new.fastest or old.fastest, new.compared or old.compared) for key, new, old in pairs}
 
 
 def _path(machine: Machine) -> Path:

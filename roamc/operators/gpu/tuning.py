@@ -91,7 +91,8 @@ def _timed(groups: dict[str, FusedKernel], machine: Machine, device: torch.devic
             shape = fastest(group, device)
             if shape is not None:
                 shapes[key] = shape
-    kept.keep(machine, {key: Kept(shape, kept.of(machine, key).compared) for key, shape in shapes.items()})
+    kept.note(machine, {key: Kept(shape) for key, shape in shapes.items()})
+    kept.write()
     return shapes
 
 
