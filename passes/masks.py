@@ -4,20 +4,23 @@
                                                     mask = counter_mask(seeds[k], size, stride, 1 - p)
                                                     y = native_dropout_backward(x, mask, 1 / (1 - p))
               replay(state, native_dropout, x, p)   -->  counter_mask(seeds[k], ...) with the seed of the first draw
+              own_part(mask, ranks, group)          -->  counter_mask(own_seeds(seeds, n, group)[k], ...), of these rows
     checks:   the user allows other numbers: ``numerics="fast"``; the graph has the dropouts that the decision names,
               each with all replays of its draw; they drop, on the graph's GPU, a tensor of a dtype that kernels hold
 
 The mask is a pointwise value of 16 bytes, see :mod:`roamc.operators.counter`: pass ``fuse`` puts it into the group of
 the product, and once more into the group of backward that reads it, and then it has no storage. An element is kept with
 the probability that eager keeps it with, independently of all others, but other elements than in eager are. The seeds
-come from the device's generator, so that steps after the same ``torch.manual_seed`` have the same masks.
+come from the device's generator, so that steps after the same ``torch.manual_seed`` have the same masks. Where pass
+``shard`` has a rank keep its rows of a mask that one rank draws, the rank computes its rows alone, with the same bits.
 :mod:`roamc.graph.mask_judge` checks what the pass has written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,9 +31,10 @@ from roamc.graph.keep import is_kept
 from roamc.graph.rewrite import Writer, mode_of
 from roamc.graph.storage_ids import number_result
 from roamc.operators import ops
-from roamc.operators.counter import counter_mask, draw_seeds
+from roamc.operators.counter import WORDS, counter_mask, draw_seeds, own_seeds
 from roamc.operators.gpu.printed import printed
 from roamc.operators.random import replay, save_rng_state
+from roamc.operators.shards import own_part
 from roamc.options import Options
 from roamc.rewriting.dropouts import MaskCall, dropout_of, renamed, take_apart
 from roamc.rewriting.versions import erase_dead, up_to_date
@@ -92,15 +96,17 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     mode = mode_of(graph.graph)
     assert mode is not None, "a graph with a dropout has tensors"
     writer = Writer(graph.graph, mode, phase[first.name])
-    seeds = _insert(writer, first, draw_seeds, len(decision.seeds), device=device)
+    seeds = _Seeds(writer, first, _insert(writer, first, draw_seeds, len(decision.seeds), device=device))
     for row, names in enumerate(decision.seeds):
         writer.current = phase[names[0]]
-        seed = _insert(writer, nodes[names[0]], aten.select.int, seeds, 0, row)
+        seed = _insert(writer, nodes[names[0]], aten.select.int, seeds.drawn, 0, row)
         for name in names:
             dropout = dropout_of(nodes[name])
             assert dropout is not None, f"{name} is no dropout"
-            mask = dropout.mask
-            call = MaskCall(counter_mask, (seed, list(mask.shape), list(mask.stride()), dropout.keep))
+            for part in _parts(nodes[name]):
+                own = seeds.of_part(part, row)
+                part.target, part.args = counter_mask, (own, *_lies(part.meta["val"]), dropout.keep)
+            call = MaskCall(counter_mask, (seed, *_lies(dropout.mask), dropout.keep))
             split = take_apart(graph.graph, nodes[name], call, 1.0 / dropout.keep)
             phase |= dict.fromkeys(split.values(), phase[name])
             other |= split
@@ -113,6 +119,36 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     who = "1 dropout takes its mask" if count == 1 else f"{count} dropouts take their masks"
     note = f"masks: {who} from a counter, and other elements are kept than in eager"
     return up_to_date(graph.replace(notes=(*graph.notes, note)), {**phase, **writer.phase})
+
+
+@dataclass(frozen=True)
+class _Seeds:
+    """Seeds that are drawn, and those of this rank's parts of masks.
+
+    Attributes:
+        writer: writes nodes.
+        first: the node in front of which all of them stand.
+        drawn: the seeds of whole masks.
+    """
+
+    writer: Writer
+    first: fx.Node
+    drawn: fx.Node
+    _own: dict[tuple[int, Any], fx.Node] = field(default_factory=dict)
+
+    def of_part(self, part: fx.Node, row: int) -> fx.Node:
+        """Return the seed of ``part``, this rank's rows of the mask with seed ``row``."""
+        step, group = part.meta["val"].numel() // WORDS, part.args[2]
+        if (step, group) not in self._own:
+            phase, self.writer.current = self.writer.current, self.writer.phase[self.drawn.name]
+            self._own[step, group] = _insert(self.writer, self.first, own_seeds, self.drawn, step, group)
+            self.writer.current = phase
+        return _insert(self.writer, part, aten.select.int, self._own[step, group], 0, row)
+
+
+def _lies(mask: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of a mask, as arguments of an operator."""
+    return list(mask.shape), list(mask.stride())
 
 
 def _insert(writer: Writer, before: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
@@ -148,10 +184,10 @@ def _fit(nodes: Sequence[fx.Node], device: torch.device) -> bool:
     """Whether these nodes are dropouts with one mask, which can be split, and whose mask a kernel can compute.
 
     What ``roamc.keep`` keeps is in no group, so its mask would be stored; and so would one that an operator outside of
-    groups reads, such as the part of a mask that a rank has of it.
+    groups reads.
     """
-    picks = [pick for node in nodes for pick in node.users if pick.args[1] == 1]
-    if any(printed(reader.target) is None for pick in picks for reader in pick.users):
+    masks = [(pick, node) for node in nodes for pick in node.users if pick.args[1] == 1]
+    if not all(_prints(reader, node) for mask, node in masks for reader in _readers(mask)):
         return False
     dropouts = [dropout_of(node) for node in nodes]
     fits = all(
@@ -164,6 +200,41 @@ def _fit(nodes: Sequence[fx.Node], device: torch.device) -> bool:
         for each in dropouts
     )
     return fits and len(set(_alike(dropouts))) == 1 and not any(map(is_kept, nodes))
+
+
+def _readers(mask: fx.Node) -> Iterator[fx.Node]:
+    """Yield what reads a mask. Where views of it lead to a rank's parts of it alone, the parts."""
+    for user in mask.users:
+        parts = list(_readers(user)) if user.target is aten.view.default else []
+        yield from parts if parts and all(part.target is own_part for part in parts) else [user]
+
+
+def _parts(dropout: fx.Node) -> list[fx.Node]:
+    """This rank's parts of the mask of a dropout."""
+    masks = (pick for pick in dropout.users if pick.args[1] == 1)
+    return [reader for mask in masks for reader in _readers(mask) if reader.target is own_part]
+
+
+def _prints(reader: fx.Node, dropout: fx.Node) -> bool:
+    """Whether a kernel computes what ``reader`` reads of the mask of ``dropout``.
+
+    Of this rank's part, the readers have to print in turn, and the part has to be taken before the next draw: masks are
+    judged in the order in which they are first read.
+    """
+    if reader.target is not own_part:
+        return printed(reader.target) is not None
+    begun = reader.prev
+    while begun is not dropout and not ops.rule(begun.target).may_draw:
+        begun = begun.prev
+    part: torch.Tensor = reader.meta["val"]
+    whole = dropout.meta["val"][1].is_contiguous() and not part.numel() % WORDS
+    return whole and begun is dropout and all(printed(end.target) is not None for end in _ends(reader))
+
+
+def _ends(value: fx.Node) -> Iterator[fx.Node]:
+    """Yield the operators that read ``value``, or views of it."""
+    for user in value.users:
+        yield from _ends(user) if ops.is_view(user.target) else [user]
 
 
 def _alike(dropouts: Iterable[object]) -> list[tuple[object, ...]]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roamc.operators.counter import counter_mask, draw_seeds
+from roamc.operators.counter import counter_mask, draw_seeds, own_seeds
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.random import dropout_mask
 from roamc.operators.shards import own_classes, own_indices, own_part
@@ -366,6 +366,12 @@ def seeds_of_dropouts(dtype: torch.dtype) -> list[Call]:
 def counter_masks(dtype: torch.dtype) -> list[Call]:
     seeds, likes = torch.tensor([[1, 2], [-(2**62), 2**32 - 1]]), [torch.empty_like(x) for x in odd(dtype)]
     return [call(seed, x.shape, x.stride(), keep) for seed in seeds for x in likes for keep in (0.0, 0.7, 1.0)]
+
+
+@cases((torch.int64,), own_seeds)
+def seeds_of_a_rank(dtype: torch.dtype) -> list[Call]:
+    seeds = torch.tensor([[1, 2], [-(2**62), 2**32 - 1], [0, 0]])
+    return [call(each, 12, alone()) for each in (seeds, seeds[:0], seeds[::2])]
 
 
 @cases(FLOATS, aten.native_dropout.default)

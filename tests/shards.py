@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from roamc.graph import TrainGraph, copied, output_values, placeholders
 from roamc.operators import ops
+from roamc.operators.counter import own_seeds
 from roamc.operators.shards import FOREIGN, own_classes, own_indices, own_part
 from roamc.options import Options
 from roamc.passes import normalize
@@ -168,6 +169,8 @@ def _run(node: fx.Node, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         return [args[0].chunk(args[1])[rank].clone() for rank, (args, _) in enumerate(calls)]
     if target is own_indices:
         return [args[0].chunk(args[3])[rank].clone() for rank, (args, _) in enumerate(calls)]
+    if target is own_seeds:
+        return [args[0] + torch.tensor([0, rank * args[1]]) for rank, (args, _) in enumerate(calls)]
     if target is own_classes:
         return [_own_classes(*args, rank=rank) for rank, (args, _) in enumerate(calls)]
     if getattr(target, "namespace", "") == "roamc_collective":

@@ -2,22 +2,29 @@
 
     seeds = roamc.draw_seeds(2, device="cuda")                   # int64[2, 2], drawn from the device's generator
     mask  = roamc.counter_mask(seeds[0], [8, 64], [64, 1], 0.9)  # the same bits at every call
+    own   = roamc.own_seeds(seeds, 64, group)                    # of 256 elements that follow those of lower ranks
+    rows  = roamc.counter_mask(own[0], [4, 64], [64, 1], 0.9)    # of two ranks, rows [4 * rank, 4 * rank + 4) of mask
 
 Element ``i`` of a mask, counted row by row, is word ``i % 4`` of what Philox-4x32-10 makes of the key ``seed[0]`` and
 the counter ``seed[1] + i // 4``, compared with a number. So four elements take one run of Philox, and a kernel that
 reads any elements computes them in its registers. Philox is that of Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3", SC 2011, and of ``triton.language.philox``.
+
+Ranks that have rows of a mask each begin at another counter: the rank is read where ``own_seeds`` runs, so that all
+have one program.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from roamc.compat import OpOverload
+from roamc.compat_groups import rank_in
 from roamc.operators.random import LIBRARY
 from roamc.units import Bytes
 
@@ -43,6 +50,7 @@ LIBRARY.define(
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 LIBRARY.define("counter_mask(Tensor seed, SymInt[] size, SymInt[] stride, float keep) -> Tensor")
+LIBRARY.define("own_seeds(Tensor seeds, int step, Any group_name) -> Tensor")
 
 
 def write_seeds(count: int, *, out: Tensor, device: torch.device | None = None) -> None:
@@ -53,6 +61,31 @@ def write_seeds(count: int, *, out: Tensor, device: torch.device | None = None) 
 @torch.library.impl(LIBRARY, "draw_seeds", "CompositeExplicitAutograd")
 def _draw_seeds(count: int, *, device: torch.device | None = None) -> Tensor:
     return torch.empty((count, 2), dtype=torch.int64, device=device).random_()
+
+
+def write_own_seeds(seeds: Tensor, step: int, group_name: Any, *, out: Tensor) -> None:
+    """Write the seeds of this rank's parts of masks, int64[count, 2], to ``out``.
+
+    Args:
+        seeds: int64[count, 2], those of the whole masks.
+        step: the part of each rank begins so many counters behind that of the rank before; one counter stands for
+            :data:`WORDS` elements.
+        group_name: the process group whose ranks have one part each, or its name.
+        out: is written.
+    """
+    out.copy_(seeds)
+    out[:, 1] += rank_in(group_name) * step
+
+
+@torch.library.impl(LIBRARY, "own_seeds", "CompositeExplicitAutograd")
+def _own_seeds(seeds: Tensor, step: int, group_name: Any) -> Tensor:
+    out = torch.empty_like(seeds, memory_format=torch.contiguous_format)
+    write_own_seeds(seeds, step, group_name, out=out)
+    return out
+
+
+def _fake_own_seeds(seeds: Tensor, step: int, group_name: Any) -> Tensor:
+    return torch.empty_like(seeds, memory_format=torch.contiguous_format)
 
 
 def limit_of(keep: float) -> int:
@@ -130,6 +163,7 @@ def _fake(seed: Tensor, size: Sequence[int], stride: Sequence[int], keep: float)
 
 
 torch.library.register_fake("roamc::counter_mask", _fake, lib=LIBRARY)
+torch.library.register_fake("roamc::own_seeds", _fake_own_seeds, lib=LIBRARY)
 
 draw_seeds: OpOverload = torch.ops.roamc.draw_seeds.default
 """``roamc::draw_seeds(count, *, device)``: draws int64[count, 2], a seed in each row."""
@@ -137,5 +171,12 @@ draw_seeds: OpOverload = torch.ops.roamc.draw_seeds.default
 counter_mask: OpOverload = torch.ops.roamc.counter_mask.default
 """``roamc::counter_mask(seed, size, stride, keep)``: a bool tensor that follows from ``seed``, a row of the above."""
 
-KERNELS: dict[OpOverload, Callable[..., None]] = {draw_seeds: write_seeds, counter_mask: write_counter_mask}
+own_seeds: OpOverload = torch.ops.roamc.own_seeds.default
+"""``roamc::own_seeds(seeds, step, group_name)``: the seeds of this rank's parts of masks, which have ``seeds``."""
+
+KERNELS: dict[OpOverload, Callable[..., None]] = {
+    draw_seeds: write_seeds,
+    counter_mask: write_counter_mask,
+    own_seeds: write_own_seeds,
+}
 """Operator of this module to the function that writes its result to ``out``."""

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from roamc.operators import counter
-from roamc.operators.counter import counter_mask, draw_seeds, kept, limit_of, philox, write_counter_mask, write_seeds
+from roamc.operators.counter import (
+    WORDS,
+    counter_mask,
+    draw_seeds,
+    kept,
+    limit_of,
+    own_seeds,
+    philox,
+    write_counter_mask,
+    write_seeds,
+)
 
 LOW = (1 << 32) - 1
 
@@ -140,3 +150,18 @@ def test_kernels_write_what_the_operators_return() -> None:
     out = torch.empty(5, 8, dtype=torch.bool)
     write_counter_mask(seeds[1], (5, 8), (8, 1), 0.5, out=out)
     assert torch.equal(out, mask(seeds[1], (5, 8), 0.5))
+
+
+@pytest.mark.parametrize(("ranks", "rows", "width"), [(2, 6, 8), (3, 9, 4), (8, 16, 2), (1, 5, 4)])
+def test_ranks_have_the_bits_of_one_mask(ranks: int, rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(10)
+    seeds = draw_seeds(3)
+    seeds[0, 1] = (1 << 63) - 2  # the counter wraps around
+    own = rows // ranks * width
+    parts = []
+    for rank in range(ranks):
+        monkeypatch.setattr(counter, "rank_in", lambda group, rank=rank: rank)
+        moved = own_seeds(seeds, own // WORDS, "ranks")
+        parts.append([mask(seed, (rows // ranks, width), 0.5) for seed in moved])
+    for seed, *rows_of in zip(seeds, *parts, strict=True):
+        assert torch.equal(torch.cat(rows_of), mask(seed, (rows, width), 0.5))
