@@ -113,6 +113,11 @@ class Finder:
         counted = [storage.index for storage in self.memory.counted]
         self.lives = dict(zip(counted, zip(born.tolist(), dead.tolist(), strict=True), strict=True))
         self.live = live_bytes(self.memory)
+        self.written_at: dict[int, list[int]] = {}
+        for step, operator in enumerate(self.memory.operators):
+            for index in operator.writes:
+                self.written_at.setdefault(index, []).append(step)
+        self._ends: dict[fx.Node, fx.Node | None] = {}
         # A kernel of a GPU spares passes over memory: that is worth bytes where the step does not hold most.
         self.spare = int(self.live.max(initial=0)) if self.kind.several else 0
 
@@ -163,10 +168,8 @@ class Finder:
             return alone
         members, size = alone, root.meta["val"].numel()
         while len(members) < MOST_MEMBERS:
-            more = (
-                larger for larger in self._larger_by_one(members) if all(_elements(node) == size for node in larger)
-            )
-            larger = next(more, None)
+            more = self._larger_by_one(members, size)
+            larger = next((larger for larger in more if all(_elements(node) == size for node in larger)), None)
             if larger is None:
                 break
             members = larger
@@ -218,21 +221,28 @@ class Finder:
             return
         for argument in operands_of(members):
             whole = sum(tensor.numel() for _, tensor in tensors_of(argument)) == matrix.numel
-            for node in dict.fromkeys(map(_end, argument.users if whole else ())):
+            for node in dict.fromkeys(map(self._end, argument.users if whole else ())):
                 if node is None or node in inside or node not in self.step or ops.rule(node.target).mutates:
                     continue
                 same = self.kind.frame(node) == matrix and not needs_rows(node)
                 if same and self.site.position[node] < self.site.position[root] and self._may_join(node, root):
                     yield node
 
+    def _end(self, node: fx.Node) -> fx.Node | None:
+        if node not in self._ends:
+            self._ends[node] = _end(node)
+        return self._ends[node]
+
     def _larger(self, members: list[fx.Node]) -> list[fx.Node] | None:
         """Return the group with one operator more; None if there is none that fits."""
         return next((larger for larger in self._larger_by_one(members) if not self.site.unfit(larger)), None)
 
-    def _larger_by_one(self, members: list[fx.Node]) -> Iterator[list[fx.Node]]:
-        """Yield the group with each operator that may join it."""
+    def _larger_by_one(self, members: list[fx.Node], size: int | None = None) -> Iterator[list[fx.Node]]:
+        """Yield the group with each operator that may join it, of ``size`` elements alone unless that is None."""
         called = {node for node in members if node in self.step}
         for node in self._before(members):
+            if size is not None and _elements(node) != size:
+                continue
             larger = self.site.with_views(blocks.last_of(members), called | {node})
             if larger:
                 yield larger
@@ -260,9 +270,8 @@ class Finder:
         """
         mine = [self.step[node] for node in members if node in self.step]
         at, begin, end = self.step[self.site.place(members)], min(mine), max(mine)
-        operands = self._operands(members)
-        between = (operator for operator in self.memory.operators[begin:end] if operator.node not in members)
-        if any(operands.intersection(operator.writes) for operator in between):
+        writes = (step for index in self._operands(members) for step in self.written_at.get(index, ()))
+        if any(begin <= step < end and step not in mine for step in writes):
             return True
         more = self._more(members)
         inside = np.zeros(len(more), dtype=bool)

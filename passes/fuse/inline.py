@@ -356,7 +356,7 @@ class _Inliner:
         before = min(readers)
         if self.site.position[before] - self.site.position[before.prev] < LEAST_GAP * len(group.members):
             return False
-        took = self._took(group)
+        took = change.took[group.root] if group.root in change.took else self._took(group)
         name = f"{maker.name}_in_{group.root.name}"
         while name in self.names:
             name += "_"

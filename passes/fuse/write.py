@@ -93,6 +93,7 @@ class Site:
         self.fixed = {*graph.gradients, *graph.saved, *graph.waits.values()}
         written = all_ids(argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node))
         self._misfits: dict[Hashable, str] = {}
+        self._unwritables: dict[tuple[fx.Node, blocks.Matrix], tuple[object, str]] = {}
         self.touched = {own: uses for own, uses in _touched(graph).items() if own in written}
         self.idle: set[fx.Node] = set()
 
@@ -128,6 +129,8 @@ class Site:
         reached = set(left)
         while left:
             for argument in left.pop().all_input_nodes:
+                if argument in reached:
+                    continue
                 base = blocks.base_of(argument)
                 if base in members:
                     chain = list(views_between(argument, base))
@@ -153,8 +156,10 @@ class Site:
             if node is not root and is_kept(node):
                 return f"{node.name} is kept by roamc.keep"
         writes = bool(in_place.writers(members))
-        reason = in_place.unfit(members) if writes else ""
-        reason = reason or self._other_waits(members) or self._out_of_order(members)
+        if writes and (reason := in_place.unfit(members)):
+            return reason
+        place = self.position[self.place(members)]
+        reason = self._other_waits(members) or self._out_of_order(members, place)
         if reason:
             return reason
         results = self.results(members)
@@ -163,10 +168,10 @@ class Site:
         if results and results != [root]:
             if not self.kind.several:
                 return f"{results[0].name} is read outside"
-            early = self._early_reader(members)
+            early = self._early_reader(members, place)
             if early:
                 return early
-        wrong = next((reason for node in results if (reason := self.kind.unwritable(node, matrix))), "")
+        wrong = next((reason for node in results if (reason := self._unwritable(node, matrix))), "")
         if wrong:
             return wrong
         alike = self.alike.key(members, results if writes else ())
@@ -178,6 +183,15 @@ class Site:
             )
             self._misfits[alike] = misfit
         return self._misfits[alike]
+
+    def _unwritable(self, node: fx.Node, matrix: blocks.Matrix) -> str:
+        """Say why the result of a member cannot be one of its group, with this ``matrix``; "" if it can. Asked once."""
+        key = node, matrix
+        args, reason = self._unwritables.get(key, (None, ""))
+        if args is not node.args:
+            reason = self.kind.unwritable(node, matrix)
+            self._unwritables[key] = node.args, reason
+        return reason
 
     def _unfit_values(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
         """Say why members, some of which write an argument, cannot run as one on values; "" if they can."""
@@ -192,31 +206,39 @@ class Site:
         waits = {self.graph.waits[node.name]: node for node in members if node.name in self.graph.waits}
         return "" if len(waits) < 2 else f"{members[0].name} and {members[-1].name} wait for different gradients"
 
-    def _out_of_order(self, members: Sequence[fx.Node]) -> str:
-        """Say which operator outside would run on the other side of a write than it does now; "" if none would."""
-        inside, place = set(members), self.position[self.place(members)]
+    def _out_of_order(self, members: Sequence[fx.Node], place: float) -> str:
+        """Say which operator outside would run on the other side of a write than it does now; "" if none would.
+
+        Args:
+            members: of the group.
+            place: position at which the group runs.
+        """
+        inside = set(members)
         for node in (node for node in members if not ops.is_view(node.target)):
-            used = (own for value in (node, *node.all_input_nodes) for own in value.meta.get(STORAGES, ()))
-            for own in dict.fromkeys(used):
-                mine = (node, True) in self.touched.get(own, ())
-                for other, writes in self.touched.get(own, ()):
+            used = [own for value in (node, *node.all_input_nodes) for own in value.meta.get(STORAGES, ())]
+            for uses in (self.touched[own] for own in dict.fromkeys(used) if own in self.touched):
+                mine = (node, True) in uses
+                for other, writes in uses:
                     if other in inside or not (mine or writes):
                         continue
                     if (self.position[other] < self.position[node]) is not (self.read[other] < place):
                         return f"{other.name} and {node.name} use what one of them writes"
         return ""
 
-    def _early_reader(self, members: Sequence[fx.Node]) -> str:
-        """Say which node outside reads a member in front of the place where the group runs; "" if none does."""
-        inside, place = set(members), self.position[self.place(members)]
-        for node in members:
-            early = [user for user in node.users if user not in inside | self.idle and self.read[user] < place]
-            if early:
-                return f"{early[0].name} reads {node.name} before all that the group reads exists"
+    def _early_reader(self, members: Sequence[fx.Node], place: float) -> str:
+        """Say which node outside reads a member in front of ``place``, where the group runs; "" if none does."""
+        inside = set(members)
+        for node in (node for node in members if not inside.issuperset(node.users)):
+            outside = (user for user in node.users if user not in inside and user not in self.idle)
+            early = next((user for user in outside if self.read[user] < place), None)
+            if early is not None:
+                return f"{early.name} reads {node.name} before all that the group reads exists"
         return ""
 
     def read_outside(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether a node that is not among ``inside`` reads ``node``."""
+        if inside.issuperset(node.users):
+            return False
         return any(user not in inside and user not in self.idle for user in node.users)
 
     def note(self, members: Sequence[fx.Node]) -> Callable[[], None]:

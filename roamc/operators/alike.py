@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from torch import fx
 
 from roamc.graph import tensors_of
 from roamc.graph.storage_ids import STORAGES, StorageId
 from roamc.operators import ops
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is noted of a node's call.
+
+    Attributes:
+        args: its positional arguments; others, if the call was changed since.
+        kwargs: its keyword arguments, likewise.
+        number: of operator and arguments, whichever nodes these are.
+        read: the nodes among its arguments.
+        seed: the argument that is a seed, which is read wherever it begins; None if there is none.
+    """
+
+    args: object
+    kwargs: object
+    number: int
+    read: tuple[fx.Node, ...]
+    seed: object
 
 
 class Alike:
@@ -21,10 +40,10 @@ class Alike:
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
-        self._calls: dict[fx.Node, tuple[tuple[Any, ...], int]] = {}
+        self._calls: dict[fx.Node, _Call] = {}
         self._lies: dict[fx.Node, tuple[object, int]] = {}
 
-    def key(self, members: Sequence[fx.Node], results: Sequence[fx.Node] = ()) -> Hashable:
+    def key(self, members: Sequence[fx.Node], results: Sequence[fx.Node] = ()) -> int:
         """Return the key of a group.
 
         Args:
@@ -33,25 +52,35 @@ class Alike:
         """
         place: dict[fx.Node, int] = {}
         calls: list[tuple[int, ...]] = []
+        seeds = set()
         for node in members:
-            read = [place.setdefault(argument, len(place)) for argument in node.all_input_nodes]
-            calls.append((self.call(node), *read, place.setdefault(node, len(place))))
+            call = self._call(node)
+            read = [place.setdefault(argument, len(place)) for argument in call.read]
+            calls.append((call.number, *read, place.setdefault(node, len(place))))
+            if call.seed is not None:
+                seeds.add(call.seed)
         storages: dict[StorageId, int] = {}
-        seeds = {node.args[0] for node in members if ops.rule(node.target).numbered}
-        lies = tuple(self._geometry(node, anywhere=node in seeds) for node in place)
-        owned = tuple(storages.setdefault(own, len(storages)) for node in place for own in node.meta.get(STORAGES, ()))
-        return tuple(calls), lies, owned, tuple(place[node] for node in results)
+        lies, owned = [], []
+        for node in place:
+            meta, cached = node.meta, self._lies.get(node)
+            valid = cached is not None and cached[0] is meta.get("val")
+            lies.append(cached[1] if valid else self._geometry(node, anywhere=node in seeds))  # type: ignore[index]
+            owned += [storages.setdefault(own, len(storages)) for own in meta.get(STORAGES, ())]
+        return self._number((tuple(calls), tuple(lies), tuple(owned), tuple(place[node] for node in results)))
 
     def call(self, node: fx.Node) -> int:
         """Return the number of what ``node`` calls: of operator and arguments, whichever nodes these are."""
-        cached = self._calls.get(node)
-        if cached is not None and cached[0] == (node.args, node.kwargs):
-            return cached[1]
-        place = {argument: f"%{at}" for at, argument in enumerate(node.all_input_nodes)}
-        arguments = repr(fx.map_arg((node.args, node.kwargs), place.__getitem__))
-        number = self._number((node.op, node.target, arguments))
-        self._calls[node] = (node.args, node.kwargs), number
-        return number
+        return self._call(node).number
+
+    def _call(self, node: fx.Node) -> _Call:
+        call, args, kwargs = self._calls.get(node), node.args, node.kwargs
+        if call is None or call.args is not args or call.kwargs is not kwargs:
+            read = tuple(node.all_input_nodes)
+            place = {argument: f"%{at}" for at, argument in enumerate(read)}
+            number = self._number((node.op, node.target, repr(fx.map_arg((args, kwargs), place.__getitem__))))
+            seed = args[0] if ops.rule(node.target).numbered else None
+            call = self._calls[node] = _Call(args, kwargs, number, read, seed)
+        return call
 
     def _geometry(self, node: fx.Node, *, anywhere: bool = False) -> int:
         """The number of how the tensors of ``node`` lie in memory, or of its value if that is none.

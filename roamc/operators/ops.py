@@ -252,8 +252,17 @@ def reads_elsewhere(node: fx.Node, position: int, storages_of: StoragesOf, besid
 
 def is_view(target: Target) -> bool:
     """Whether a call of ``target`` only makes views, or picks one result of several: it is no step of an order."""
-    op_rule = rule(target)
-    return bool(op_rule.view_of) and not op_rule.mutates
+    views = VIEWS.get(id(target))
+    if views is None:
+        op_rule = rule(target)
+        views = bool(op_rule.view_of) and not op_rule.mutates
+        if id(target) in RULES:
+            VIEWS[id(target)] = views
+    return views
+
+
+VIEWS: dict[int, bool] = {}
+"""Identity of each target in :data:`RULES` that was asked for to whether a call of it only makes views."""
 
 
 def misread(node: fx.Node) -> list[tuple[fx.Node, torch.memory_format]]:

@@ -17,7 +17,15 @@ from roamc.operators.fused import Fused, same_geometry
 from roamc.operators.gpu import here, kept
 from roamc.operators.gpu.frame import Access, access_of, frame_of, shape_reach
 from roamc.operators.gpu.kept import Kept
-from roamc.operators.gpu.kernel import LONGEST_ROW, KernelText, kernel_text, unfit, unfit_writes, written_as
+from roamc.operators.gpu.kernel import (
+    LONGEST_ROW,
+    KernelText,
+    kernel_text,
+    partials_of,
+    unfit,
+    unfit_writes,
+    written_as,
+)
 from roamc.operators.gpu.kernel_keys import key_of
 from roamc.operators.gpu.launch import launcher
 from roamc.operators.gpu.launch_shapes import LaunchShape, launched_in, shape_of, shapes_of
@@ -174,8 +182,8 @@ class FusedKernel(Fused):
 
     def block_bytes(self, threads: int) -> Bytes:
         """Return the bytes that a run takes for itself: those of partial sums over rows, whatever ``threads``."""
-        partials = self.text.partials if self._adds_rows else None
-        return 0 if partials is None else partials.nbytes
+        sums = [at for at, node in enumerate(self.results) if is_sum_over_rows(node)]
+        return partials_of("", self.matrix, sums).nbytes if sums else 0
 
     @functools.cached_property
     def kernel(self) -> Kernel:

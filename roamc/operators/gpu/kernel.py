@@ -267,7 +267,7 @@ class _Kernel:
     def _with_partials(self, down: Sequence[_Stored]) -> KernelText:
         """The kernel of a group that adds up over rows, and the one that ends these sums."""
         constants, _, warps = self._launch(TOGETHER)
-        partials = partial_sums(self.name, self.frame, constants["ROWS"], [self.stored.index(one) for one in down])
+        partials = partials_of(self.name, self.frame, [self.stored.index(one) for one in down])
         ended = f"{self.lines.name('partials')}"
         outs = [one.name for one in self.stored[: len(self.outs)] if one.reach is not Reach.COLUMN]
         constants = {**constants, "CHUNK": partials.chunk}
@@ -451,10 +451,31 @@ class _Kernel:
     def _launch(self, together: int = BLOCK) -> tuple[dict[str, int], int, int]:
         if not self.rows:
             return {"BLOCK": BLOCK}, -(-self.frame.numel // BLOCK), 4
-        columns = PIECE if self._pieces else 1 << (self.frame.columns - 1).bit_length()
-        rows = max(1, together // columns)
+        columns = PIECE if self._pieces else _padded(self.frame.columns)
+        rows = _rows_at_a_time(columns, together)
         warps = min(16, max(4, rows * columns // 512))
         return {"ROWS": rows, "COLUMNS": columns}, -(-self.frame.rows // rows), warps
+
+
+def _rows_at_a_time(columns: int, elements: int) -> int:
+    """How many rows of ``columns`` a program works on that has about so many ``elements`` at a time."""
+    return max(1, elements // columns)
+
+
+def partials_of(name: str, frame: Matrix, results: Sequence[int]) -> PartialSums:
+    """Return how the sums over rows of a group end; follows without its kernel's text.
+
+    Args:
+        name: of the kernel's function.
+        frame: the matrix of the group; it has no rows longer than :data:`LONGEST_ROW`.
+        results: positions of the sums among the results of the group.
+    """
+    return partial_sums(name, frame, _rows_at_a_time(_padded(frame.columns), TOGETHER), results)
+
+
+def _padded(columns: int) -> int:
+    """The power of two that holds a row of ``columns``."""
+    return 1 << (columns - 1).bit_length()
 
 
 def written_as(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> Access:
