@@ -77,8 +77,10 @@ class Ledger:
             operator = self.memory.operators[at]
             touched.update((*operator.births, *operator.reads, *operator.writes))
             positions = (position for position, _ in tensors_of(member) if (member, position) not in results)
-            hidden = {self.memory.owner[member.name, position] for position in positions}.intersection(operator.births)
-            self._nbytes[[self._row[birth] for birth in sorted(hidden) if birth in self._row]] = 0
+            hidden = {self.memory.owner[member.name, position] for position in positions}
+            for birth in operator.births:  # what was hidden in a smaller group may be read by a copy now
+                if birth in self._row:
+                    self._nbytes[self._row[birth]] = 0 if birth in hidden else self.memory.storages[birth].nbytes
         undo = self._moved(sorted(touched))
 
         def back() -> None:

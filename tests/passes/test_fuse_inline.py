@@ -21,7 +21,7 @@ from roamc.operators import blocks
 from roamc.operators.fused import Fused
 from roamc.options import Options
 from roamc.passes import fuse
-from roamc.passes.fuse import Decision, Effort, choose, estimates, inline
+from roamc.passes.fuse import Decision, Effort, choose, estimates, inline, write
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.report.fused import grouped
@@ -99,6 +99,24 @@ def test_what_lives_as_long_anyway_is_read_and_not_copied() -> None:
 
     decision = decided(step, X, torch.randn(16, 16), phases="FFFFBB")
     assert decision.copies == (("exp_in_mul", "exp", "mul"),)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_value_inside_a_group_that_a_copy_reads_counts() -> None:
+    """It is smaller than what is rebuilt of it, and would be stored in its place: it is rebuilt as well."""
+
+    def step(x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        wide = x.sigmoid().float()
+        return (wide * y) @ y.t(), gradient * wide
+
+    graph = traced(step, X.bfloat16(), X, X, phases="FFFFFB")
+    options = Options(numerics="fast")
+    groups = fuse.Decision((("sigmoid", "_to_copy", "mul"),))
+    counted = estimates.Estimates.of(write.Site(graph), options)
+    inlined = inline.with_inlines(graph, groups, counted, fast=True)
+    assert [copy[1] for copy in inlined.decision.copies] == ["_to_copy", "sigmoid"]
+    assert saved(fuse.apply(graph, inlined.decision)) == 0
+    assert inlined.ledger.saved() == 16 * 16 * 4  # what forward returns
 
 
 def test_every_reader_has_a_copy() -> None:
