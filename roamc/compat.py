@@ -395,17 +395,18 @@ def fake_mode_of(value: object) -> FakeTensorMode | None:
 def reparametrized(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Within this context, put ``tensors`` in the place of parameters and buffers of ``module``, by name.
 
-    Every place that holds one of these parameters or buffers gets its tensor, as with tied weights and shared modules.
+    Every place that holds one gets its tensor, tied ones too; a parameter's is an ``nn.Parameter`` to ``isinstance``.
     In the end all is put back, with what recurrent layers keep of their weights besides.
     """
     from torch.nn.utils.stateless import _reparametrize_module
 
     named = dict((*module.named_parameters(), *module.named_buffers()))
-    replacement = {id(named[name]): tensor for name, tensor in tensors.items()}
+    replacement: dict[int, Any] = {id(named[name]): tensor for name, tensor in tensors.items()}
     slots: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules():
         for key, value in (*part._parameters.items(), *part._buffers.items()):
             if value is not None and id(value) in replacement:
+                replacement[id(value)]._is_param = isinstance(value, torch.nn.Parameter)
                 slots[f"{prefix}.{key}" if prefix else key] = replacement[id(value)]
     kept = [(vars(part), name, vars(part)[name]) for part in module.modules() for name in _KEPT if name in vars(part)]
     try:

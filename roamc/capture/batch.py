@@ -83,7 +83,7 @@ def _built(leaves: Iterator[Any], nest: Nest) -> Any:
 
 
 def check_batch(leaves: Sequence[Any]) -> None:
-    """Refuse tensors that would hand a gradient on to what is outside the step.
+    """Refuse tensors that would hand a gradient on to what is outside the step, beside their ``.grad``.
 
     Args:
         leaves: tensors and other values of a batch, as :func:`take_apart` returns them.
@@ -101,8 +101,8 @@ def check_batch(leaves: Sequence[Any]) -> None:
             )
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
             raise CaptureError(
-                f"a batch tensor of shape {tuple(leaf.shape)} has a gradient hook, and train_step makes no gradients "
-                "of the batch; use roamc.optimize"
+                f"a batch tensor of shape {tuple(leaf.shape)} has a gradient hook, which train_step would run behind "
+                "the update; use roamc.optimize"
             )
 
 

@@ -61,6 +61,11 @@ def _text(error: RuntimeError | TypeError) -> str | None:
             "the step takes a tensor to numpy, where no graph can follow it; use torch's operators, or "
             "torch.compile or roamc.optimize"
         )
+    if "_apply(): Couldn't swap" in str(error):
+        return (
+            "loss_fn converts parameters of the model, as .to(), .half() and .cuda() do; convert the model before the "
+            "first step, and what it computes in loss_fn"
+        )
     if "of _Whole is a view" in str(error):
         return (
             "the step writes to a parameter, of which fully_shard gathers a copy: the write would be lost, as it is in "

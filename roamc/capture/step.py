@@ -7,7 +7,7 @@ than this machine can be planned. Parameters may be on the meta device.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import fx, nn
 from roamc import compat, compat_dynamo
 from roamc.capture import communication, fully_sharded, gather_judge, recurrent, refusals, rng_replay, user_line
 from roamc.capture.attributes import Change, put_back
+from roamc.capture.batch_gradients import handed_over, stand_for_batch, wanted_of
 from roamc.capture.closures import Closures, check_origins, check_written, join_constants
 from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.hooks import check_hooks, follow_hooks
@@ -84,7 +85,7 @@ class CapturedStep:
     """One step as a graph, and how to feed it.
 
     Attributes:
-        graph: inputs in the order of ``sources``; its one output is the loss.
+        graph: inputs in the order of ``sources``; outputs are the loss and the gradients of ``handed``.
         sources: one per input of the graph.
         cohorts: parameter name to its cohort at capture, for every parameter that the step updates.
         replicas: the DistributedDataParallel modules of the model.
@@ -92,6 +93,7 @@ class CapturedStep:
         sent: what ``fully_shard`` gathers and reduces, in the order of the collectives; empty without it.
         groups: names of the groups of ranks that do so.
         changes: attributes of modules that forward set to tensors of the trace; capture has put their old values back.
+        handed: positions among the leaves of the batch of the tensors whose gradients the graph returns.
     """
 
     graph: TrainGraph
@@ -102,6 +104,7 @@ class CapturedStep:
     sent: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
+    handed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,7 @@ class _Trace:
         self.trained = trained
         self.tensor_leaves = [i for i, leaf in enumerate(request.leaves) if isinstance(leaf, torch.Tensor)]
         self.updated: list[str] = []
+        self.handed: tuple[int, ...] = ()
         self.changes: Sequence[Change] = ()
         self.replicas = replicas_of(request.model)
         self.shardings = fully_sharded.shardings(request.model)
@@ -268,9 +272,9 @@ class _Trace:
             if name not in self.shardings:
                 follow_hooks(stand_ins[name], parameter, name, closures)
                 place_gradient(stand_ins[name])
-        batch = list(self.request.leaves)
-        for index, fake in zip(self.tensor_leaves, flat[len(reals) :], strict=True):
-            batch[index] = stand_in(fake, self.request.leaves[index])
+        fed = dict(zip(self.tensor_leaves, flat[len(reals) :], strict=True))
+        batch = stand_for_batch(fed, self.request.leaves, {id(real): stand_ins[name] for name, real in reals.items()})
+        values = [batch.get(index, leaf) for index, leaf in enumerate(self.request.leaves)]
         model, required = self.request.model, {name: leaf.requires_grad for name, leaf in leaves.items()}
         with (
             put_back(tuple(model.modules())) as self.changes,
@@ -278,20 +282,25 @@ class _Trace:
             rng_replay.followed(), closures, communication.followed(), followed(self.replicas) as called,
             casts_alone(model),
         ):  # fmt: skip
-            loss = self.request.loss_fn(model, *self.request.rebuild(batch))
+            loss = self.request.loss_fn(model, *self.request.rebuild(values))
             check_untouched(leaves, required)
             check_loss(loss)
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
             whole_loss = gathered(loss)  # by now: backward begins behind it
             compat.number_backward(loss)
             trained = {name: leaves[name] for name in self.trained}
+            asking = wanted_of(batch)
             with user_line.of_backward():
-                gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+                gradients = torch.autograd.grad(loss, [*trained.values(), *asking.values()], allow_unused=True)
             self._write_back(stand_ins)  # by now: backward may read what a buffer was
-        check_gradients(trained, gradients)
-        self.updated = [name for name, grad in zip(trained, gradients, strict=True) if grad is not None]
+        check_gradients([*trained, *(f"a batch tensor of shape {tuple(x.shape)}" for x in asking.values())], gradients)
+        of_batch = dict(zip(asking, gradients[len(trained) :], strict=True))
+        self.updated = [name for name, grad in zip(trained, gradients, strict=False) if grad is not None]
         check_called(self.replicas, called, self.updated)
-        return [whole_loss.detach(), *(part_of(grad) for grad in gradients if grad is not None)]
+        results = [whole_loss.detach(), *(part_of(grad) for grad in gradients[: len(trained)] if grad is not None)]
+        handed = handed_over(of_batch, batch, (*flat, *results))
+        self.handed = tuple(handed)
+        return [*results, *handed.values()]
 
     def _write_back(self, stand_ins: dict[str, torch.Tensor]) -> None:
         """Copy each buffer that the model has assigned anew into the one that it had, so that the change is kept."""
@@ -325,17 +334,17 @@ def check_loss(loss: object) -> None:
         raise CaptureError("the loss does not depend on any parameter that requires grad; nothing to train")
 
 
-def check_gradients(parameters: Mapping[str, torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+def check_gradients(sources: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
     """Refuse sparse gradients.
 
     Args:
-        parameters: the parameters, by name.
+        sources: what they are the gradients of, in words.
         gradients: the gradient of each, in the same order; None where there is none.
 
     Raises:
-        CaptureError: names the parameter.
+        CaptureError: names the first.
     """
-    for name, grad in zip(parameters, gradients, strict=True):
+    for name, grad in zip(sources, gradients, strict=True):
         if grad is not None and grad.layout is not torch.strided:
             raise CaptureError(f"the gradient of {name} is sparse; train_step needs nn.Embedding(sparse=False)")
 
@@ -372,7 +381,8 @@ class _Assembly:
         _trace_back(graph, phase)
         groups = self._groups()
         parameters = dict(zip(self.traced.parameters, inputs, strict=False))
-        grads = dict(zip(self.traced.updated, gradients, strict=True))
+        grads = dict(zip(self.traced.updated, gradients, strict=False))
+        handed = gradients[len(grads) :]
         feeds = self._add_inputs(graph, inputs[-1], groups)
         writer = Writer(graph, self.mode, Phase.BACKWARD)
         waits: dict[str, str] = {}
@@ -385,7 +395,7 @@ class _Assembly:
                 earlier = set(writer.phase)
                 self.rule.write(writer, parameters[name], grad, *feeds[name], groups[name])
                 waits.update((node, grads[name].name) for node in writer.phase if node not in earlier)
-        end.args = ((loss,),)
+        end.args = ((loss, *handed),)
         graph.set_codegen(fx.graph.CodeGen())
         self.module.recompile()
         number(graph)
@@ -393,7 +403,7 @@ class _Assembly:
             name=type(compat.original(self.request.model)).__name__,
             module=self.module,
             inputs=tuple(self.ports),
-            outputs=(Port("loss", Role.LOSS),),
+            outputs=(Port("loss", Role.LOSS), *self._handed_ports()),
             phase={**phase, **writer.phase},
             gradients=tuple(dict.fromkeys(node.name for node in grads.values())),
             waits=waits,
@@ -403,7 +413,12 @@ class _Assembly:
         return CapturedStep(
             captured, tuple(self.sources), self.cohorts, tuple(traced.replicas), reduced,
             fully_sharded.sequence(graph), fully_sharded.groups_of(traced.shardings), tuple(traced.changes),
+            traced.handed,
         )  # fmt: skip
+
+    def _handed_ports(self) -> Iterator[Port]:
+        for index in self.traced.handed:
+            yield Port(f"gradient of batch[{index}]", Role.GRADIENT, Phase.BACKWARD)
 
     def _describe_inputs(self, inputs: list[fx.Node]) -> None:
         for name in self.traced.parameters:

@@ -36,6 +36,7 @@ class BoundStep:
         cohort: name of a parameter to the number of the parameters that are updated with the same numbers.
         group: name of a parameter to its parameter group in the optimizer.
         parameters, buffers: name to the dict of a module, and the key in it, where the live tensor stands.
+        handed: positions in the batch of tensors that get a gradient, in the order in which the program returns these.
         has_parts: whether a parameter, buffer or tensor of the batch is a DTensor, of which the program gets a part.
     """
 
@@ -47,6 +48,7 @@ class BoundStep:
         self.model = request.model
         self.optimizer = request.optimizer
         self.sources = captured.sources
+        self.handed = captured.handed
         self.cohort = _numbered(captured.cohorts)
         self.group = {name: cohort.group for name, cohort in captured.cohorts.items()}
         self.parameters = _slots(request.model, "_parameters")
@@ -62,6 +64,7 @@ class BoundStep:
             self.plan.fingerprint == mark
             and self.whole.executable.planned.covers(torch.get_num_threads())
             and self.sources == captured.sources
+            and self.handed == captured.handed
             and self.cohort == _numbered(captured.cohorts)
             and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}
             and _equal(self.constants, _constants(captured.graph))  # the fingerprint does not see their values
@@ -78,6 +81,8 @@ class BoundStep:
     def run(self, leaves: Sequence[Any], cohorts: dict[int, Cohort]) -> torch.Tensor:
         """Run one step and return the loss; parameters, buffers and optimizer state change in place.
 
+        Gradients of tensors of the batch are added to their ``.grad``.
+
         Args:
             leaves: the tensors and other values of the batch, as :func:`roamc.capture.batch.take_apart` returns them.
             cohorts: what :meth:`cohorts_now` returns, not None.
@@ -93,7 +98,8 @@ class BoundStep:
             for name, group in self.group.items():
                 check_state(self.optimizer, self.rule, name, live[name], self.optimizer.param_groups[group])
         with torch.no_grad(), _no_autocast(), uninterrupted(), self._with_state(live), self._counted(live):
-            (loss,) = self.whole(self._arguments(leaves, live, cohorts))
+            loss, *gradients = self.whole(self._arguments(leaves, live, cohorts))
+            _accumulate([leaves[index] for index in self.handed], gradients)
         if self.has_parts:  # the program has written to the parts alone
             torch.autograd.graph.increment_version([live[name] for name in self.cohort])
         compat.note_optimizer_step(self.optimizer)
@@ -162,6 +168,15 @@ class BoundStep:
             else:
                 arguments.append(leaves[source.index])
         return list(map(part_of, arguments)) if self.has_parts else arguments
+
+
+def _accumulate(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Add each of ``gradients`` to the ``.grad`` of the tensor in the same place of ``leaves``, as autograd does."""
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if leaf.grad is None:
+            leaf.grad = gradient
+        else:
+            torch.autograd.backward(leaf, gradient)
 
 
 def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:

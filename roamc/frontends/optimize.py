@@ -76,7 +76,8 @@ def train_step(
 
     Returns:
         ``step(*batch, **named) -> loss``, detached. Parameters, buffers and optimizer state change in place, so that
-        ``state_dict()`` of both saves and loads as usual. ``.grad`` stays None: gradients die at their update.
+        ``state_dict()`` of both saves and loads as usual. ``.grad`` stays None: gradients die at their update. A
+        tensor of the batch that requires a gradient gets it added to its ``.grad``, as by ``backward()``.
 
     The batch may be any nest of lists, tuples, dicts, dataclasses and their like with tensors, numbers and strings in
     it. A number is a part of the program: another number gets another plan; hand over a tensor instead.

@@ -71,6 +71,11 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+def gradients_of_batch(batch: tuple[Any, ...]) -> list[Tensor | None]:
+    """The ``.grad`` of every leaf tensor of a batch."""
+    return [x.grad for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.is_leaf]
+
+
 def state_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
     """The optimizer's state by number of the parameter, as copies; entries that are None left out."""
     states = copy.deepcopy(optimizer.state_dict())["state"]
@@ -131,14 +136,16 @@ def assert_steps_equal(
     clip: float | None = None,
     **options: Any,
 ) -> roamc.TrainStep:
-    """Train two copies, one with train_step; losses, tensors and optimizer states are equal after every step."""
+    """Train two copies, one with train_step; losses, tensors, states and .grad of batches are equal each time."""
     twin = copy.deepcopy(model)
     optimizer, reference = make_optimizer(model), make_optimizer(twin)
     step = roamc.train_step(model, loss_fn, optimizer, clip_grad_norm=clip, strict=True, **options)
     for number, batch in enumerate(batches):
-        loss = seeded(step, *fresh(batch), seed=number)
-        wanted = seeded(lambda batch=batch: eager_step(twin, loss_fn, reference, *fresh(batch), clip=clip), seed=number)
+        mine, theirs = fresh(batch), fresh(batch)
+        loss = seeded(step, *mine, seed=number)
+        wanted = seeded(lambda theirs=theirs: eager_step(twin, loss_fn, reference, *theirs, clip=clip), seed=number)
         assert_same(loss, wanted, f"loss of step {number}")
+        assert_same(gradients_of_batch(mine), gradients_of_batch(theirs), f".grad of the batch of step {number}")
         assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
         assert_same(state_of(optimizer), state_of(reference), f"after step {number}")
     return step
