@@ -84,6 +84,7 @@ def check_graph(graph: TrainGraph, after: str, earlier: Constraints | None = Non
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise VerifyError(f"after pass {after!r}: the graph is malformed: {reason}; {way_out(after)}") from None
+    _check_groups(graph, after)
     _check_numbered(graph, after)
     _check_ports(graph, after)
     _check_phases(graph, after)
@@ -137,6 +138,15 @@ def _fail(graph: TrainGraph, after: str, node: fx.Node, fault: str) -> None:
     log.debug("after pass %r: %s\n%s", after, fault, "\n".join(shown))
     hint = "" if after == "capture" else f"{way_out(after)}; "
     raise VerifyError(f'after pass {after!r}: {fault}; {hint}TORCH_LOGS="+roamc" shows the graph around it')
+
+
+def _check_groups(graph: TrainGraph, after: str) -> None:
+    """Check that every group of operators is written down as one, before anything is asked of it."""
+    for node in operators(graph.graph):
+        target: Any = node.target
+        fault = target.malformed(len(node.args)) if isinstance(target, Composite) else ""
+        if fault:
+            _fail(graph, after, node, f"{node.name} is a malformed group: {fault}")
 
 
 def _check_numbered(graph: TrainGraph, after: str) -> None:

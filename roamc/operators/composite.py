@@ -21,3 +21,11 @@ class Composite:
     rule: Any
     exact: bool
     kernel: Any
+
+    def malformed(self, arguments: int) -> str:
+        """Return what is wrong with how the operators are written down, or "": then alone may anything else be asked.
+
+        Args:
+            arguments: number of arguments that it is called with.
+        """
+        return ""

@@ -109,6 +109,35 @@ class Fused(Composite):
         last = blocks.results_of(self.body)[len(self.results) :]
         return {inputs[at]: node for at, node in zip(self.writes, last, strict=True)}
 
+    def malformed(self, arguments: int) -> str:
+        """Return what is wrong with the body or with :attr:`writes`; "" if nothing is.
+
+        Args:
+            arguments: number of arguments that the group is called with.
+        """
+        inputs = len(placeholders(self.body))
+        if not self._body_fault and inputs != arguments:
+            return f"it is called with {arguments} arguments and has {inputs}"
+        return self._body_fault
+
+    @functools.cached_property
+    def _body_fault(self) -> str:
+        try:
+            self.body.lint()
+        except (RuntimeError, AssertionError) as error:
+            return f"its body is no graph: {str(error).splitlines()[0]}"
+        kinds = [node.op for node in self.body.nodes]
+        unknown = set(kinds) - {"placeholder", "call_function", "output"}
+        if unknown or kinds.count("output") != 1 or not self.nodes:
+            return "its body is not made of inputs, at least one operator and one output"
+        bare = next((node.name for node in self.body.nodes if node.op != "output" and "val" not in node.meta), None)
+        if bare is not None:
+            return f"{bare} of its body has no value"
+        inputs, results = len(placeholders(self.body)), len(blocks.results_of(self.body))
+        if list(self.writes) != sorted({*self.writes} & {*range(inputs)}) or len(self.writes) > results:
+            return f"it writes arguments {self.writes}, of {inputs}, with {results} results"
+        return ""
+
     # -- which operators fit ----------------------------------------------------------------------------
 
     @staticmethod

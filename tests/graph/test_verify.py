@@ -20,6 +20,7 @@ from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import Place, build_memory, lifetimes
 from roamc.graph.verify import Constraints, check_graph, constraints
 from roamc.operators import ops
+from roamc.operators.fused import Fused, fuse
 from roamc.options import Options
 from roamc.planning import pipeline, search
 from roamc.planning.layout_judge import check_layout
@@ -104,6 +105,58 @@ def test_malformed_graph_is_not_printed_whole() -> None:
     with pytest.raises(VerifyError, match="malformed") as caught:
         check_graph(graph, "broken")
     assert len(str(caught.value).splitlines()) <= 20
+
+
+def with_group() -> tuple[TrainGraph, fx.Node, Fused]:
+    """A graph whose operators all run as one group."""
+    graph = traced(lambda x, y: torch.sigmoid(x * y) + x, X, X + 1)
+    nodes = operators(graph.graph)
+    group, read = fuse(nodes[-1], nodes)
+    with graph.graph.inserting_before(output_node(graph.graph)):
+        node = graph.graph.call_function(group, tuple(read))
+    node.meta = dict(nodes[-1].meta)
+    nodes[-1].replace_all_uses_with(node)
+    for old in reversed(nodes):
+        graph.graph.erase_node(old)
+    return graph.replace(phase={node.name: Phase.FORWARD}), node, group
+
+
+def reads_too_early(node: fx.Node, group: Fused) -> None:
+    first, *_, last = operators(group.body)
+    first.prepend(last)
+
+
+def loses_its_output(node: fx.Node, group: Fused) -> None:
+    group.body.erase_node(output_node(group.body))
+
+
+def loses_a_value(node: fx.Node, group: Fused) -> None:
+    del operators(group.body)[0].meta["val"]
+
+
+def gets_an_argument_more(node: fx.Node, group: Fused) -> None:
+    node.args = (*node.args, node.args[0])
+
+
+def writes_what_it_does_not_have(node: fx.Node, group: Fused) -> None:
+    node.target = dataclasses.replace(group, writes=(7,))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (reads_too_early, "its body is no graph: .* was used before it has been defined"),
+        (loses_its_output, "its body is not made of inputs, at least one operator and one output"),
+        (loses_a_value, "mul of its body has no value"),
+        (gets_an_argument_more, "it is called with 3 arguments and has 2"),
+        (writes_what_it_does_not_have, r"it writes arguments \(7,\), of 2, with 1 results"),
+    ],
+)
+def test_a_malformed_group(spoil: Callable[[fx.Node, Fused], None], says: str) -> None:
+    check_graph(with_group()[0], "broken", deep=True)
+    graph, node, group = with_group()
+    spoil(node, group)
+    refused(judge(graph), f"is a malformed group: {says}")
 
 
 def test_two_random_operators_swapped() -> None:
