@@ -24,6 +24,7 @@ import numpy as np
 
 from roamc.cost import workspaces
 from roamc.graph import TrainGraph, main_device
+from roamc.graph.in_flight import waiting_bytes
 from roamc.graph.memory import (
     Int64s,
     MemoryModel,
@@ -144,7 +145,7 @@ def make_table(
         allocated=_mask(s.index in makers for s in memory.counted) & temporary,
         elsewhere=_mask(s.device != device or s.index in late for s in memory.counted) & temporary,
         workspace=workspace,
-        waiting=(graph.in_flight - 1) * memory.saved_bytes,
+        waiting=waiting_bytes(graph, memory),
         eager=moments(memory, workspace, floor, idle=idle) if floor else None,
         effort=effort,
     )

@@ -29,7 +29,8 @@ from roamc.cli.demo.race import race
 from roamc.cli.demo.show import show
 from roamc.cli.demo.worker import Task
 from roamc.cli.ranks import among_ranks
-from roamc.cli.request import Request, answer, picture, points
+from roamc.cli.request import Request, answer, picture, points, stages
+from roamc.cli.stages import HEADINGS, ON_THE_RIGHT, fullest, rows
 from roamc.cli.zoo import MODELS
 from roamc.cost.measure import ROUNDS
 from roamc.errors import BudgetError, OptionError, RoamcError
@@ -146,6 +147,18 @@ TpPlan = Annotated[
         help="How tp splits layers, such as 'layers.*.up=colwise', where the model does not say it; repeatable.",
     ),
 ]
+ALL = "all"
+"""What ``--stage`` takes beside a number."""
+
+StageNumber = Annotated[
+    str | None,
+    typer.Option(
+        "--stage",
+        metavar="N|all",
+        help="The stage of a pipeline to plan, from 0, which is the default; with all, roamc plan compares the stages "
+        "and shows the fullest.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of text.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -169,7 +182,7 @@ def plan(
     heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
     option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
-    tp_plan: TpPlan = None, as_json: Json = False, debug: Debug = False,
+    tp_plan: TpPlan = None, stage: StageNumber = None, as_json: Json = False, debug: Debug = False,
     save: Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Write the plan to a file.")] = None,
 ) -> None:  # fmt: skip
     """Plan a training step and print its peak. No weight is allocated, nothing runs.
@@ -181,7 +194,10 @@ def plan(
     with _reported(debug, as_json):
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
                           budgets[0] if len(budgets) == 1 else None, tuple(option or ()), device, profile, mesh,
-                          tuple(tp_plan or ()))  # fmt: skip
+                          tuple(tp_plan or ()), None if stage == ALL else _stage_number(stage))  # fmt: skip
+        if stage == ALL:
+            _stages(request, budgets, save, as_json)
+            return
         if len(budgets) > 1:
             _several(request, budgets, save, as_json)
             return
@@ -202,7 +218,7 @@ def explain(
     heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
     option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
-    tp_plan: TpPlan = None, as_json: Json = False, debug: Debug = False,
+    tp_plan: TpPlan = None, stage: StageNumber = None, as_json: Json = False, debug: Debug = False,
     source: Annotated[bool, typer.Option("--source", help="Print the emitted program, and nothing else.")] = False,
     graph: Annotated[
         bool, typer.Option("--graph", help="Print the planned graph, an operator or storage a line, and nothing else.")
@@ -236,7 +252,7 @@ def explain(
             raise OptionError("--kernels adds to the report, which --source and --graph leave out")
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
                           _only(memory_budget), tuple(option or ()), device, profile, mesh,
-                          tuple(tp_plan or ()))  # fmt: skip
+                          tuple(tp_plan or ()), _stage_number(stage))  # fmt: skip
         traced = not (source or graph) if curve is None else curve
         if graphml is not None:
             _check_writable(graphml)
@@ -394,6 +410,31 @@ def _several(request: Request, budgets: list[str], save: Path | None, as_json: b
         text.show_points(text.console(), frontier_points[0].plan.name, frontier_points)
     if not all(point.fits for point in frontier_points):
         raise _DoesNotFit(DOES_NOT_FIT)
+
+
+def _stages(request: Request, budgets: list[str], save: Path | None, as_json: bool) -> None:
+    """Print one row for each stage of a pipeline, and the plan of the fullest; end with code 2 if one does not fit."""
+    if save is not None or len(budgets) > 1:
+        raise OptionError(
+            f"--stage {ALL} plans each stage once: leave --save out, and give one --memory-budget at most"
+        )
+    with Stages(f"building {request.target}") as shown:
+        plans = stages(request, say=shown.now)
+    if as_json:
+        _print_json([each.to_dict() for each in plans])
+    else:
+        text.show_rows(text.console(), HEADINGS, rows(plans), right=ON_THE_RIGHT)
+        typer.echo()
+        text.show_plan(text.console(), fullest(plans).plan)
+    if not all(each.fits for each in plans):
+        raise _DoesNotFit(DOES_NOT_FIT)
+
+
+def _stage_number(stage: str | None) -> int | None:
+    """The number of the stage that ``--stage`` names; None where it is left out."""
+    if stage is None or stage.isdecimal():
+        return None if stage is None else int(stage)
+    raise OptionError(f"--stage takes the number of one stage, from 0, or for roamc plan {ALL}, not {stage!r}")
 
 
 def _only(budgets: list[str] | None) -> str | None:

@@ -6,16 +6,18 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from roamc import progress
+from roamc import cost, progress
 from roamc.budget import parse_budget
 from roamc.capture.moved import device_of
 from roamc.cli import zoo
+from roamc.cli.stages import StagePlan
 from roamc.codegen.source import emit
 from roamc.cost import GENERIC, load_profile
-from roamc.errors import OptionError, nearest
+from roamc.errors import BudgetError, OptionError, nearest
 from roamc.frontends.arguments import check_clip
 from roamc.frontends.mesh import (
     Mesh,
@@ -25,10 +27,10 @@ from roamc.frontends.mesh import (
     on_mesh,
     parse_mesh,
     running_split,
-    stage_settings,
 )
+from roamc.frontends.stages import Stage, stage_of, stage_settings
 from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, parse_setting
-from roamc.graph import TrainGraph
+from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options, parse_options
 from roamc.planning import search
 from roamc.planning.planned import Planned
@@ -63,6 +65,7 @@ class Request:
             a GPU without either it is :data:`roamc.cost.GENERIC`, so that every machine makes the same plan.
         mesh: the ranks to plan for, such as "dp=1,pp=8,tp=8"; None for one.
         tp_plan: how ``tp`` splits layers, each as ``pattern=word``; empty for the model's own way.
+        stage: number of the pipeline's stage, from 0; None for the first.
     """
 
     target: str
@@ -78,6 +81,7 @@ class Request:
     profile: str | None = None
     mesh: str | None = None
     tp_plan: tuple[str, ...] = ()
+    stage: int | None = None
 
 
 def answer(
@@ -132,6 +136,66 @@ def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage:
     return frontier_points
 
 
+def stages(request: Request, *, say: Say = lambda stage: None) -> tuple[StagePlan, ...]:
+    """Plan every stage of the pipeline of ``request``, whose ``stage`` should be None.
+
+    Args:
+        request: the model and the options; its mesh has several stages. A budget is that of each stage.
+        say: called with a few words on what is being done.
+
+    Returns:
+        The plans, from the first stage on; ``fits`` is False where no plan keeps the budget.
+
+    Raises:
+        OptionError: an unknown model, setting, optimizer or option; there is one stage alone; or the model has its ends
+            in one piece with its layers.
+        CaptureError: the step cannot be captured.
+    """
+    options, mesh = options_of(request), mesh_of(request)
+    if mesh.pp == 1:
+        raise OptionError("--stage all needs a mesh of several stages, such as --mesh pp=8")
+    asked = [dataclasses.replace(request, stage=number) for number in range(mesh.pp)]
+    captures: dict[tuple[Setting, ...], tuple[TrainGraph, Seconds]] = {}
+    results = []
+    with mesh.planned_for():
+        for each in (asked[-1], *asked[:-1]):  # the last may be refused
+            ends = tuple(_stage(each).ends.values())
+            if ends not in captures:
+                captures[ends] = _captured(each, options, mesh, say)
+            graph, seconds = captures[ends]
+            graph = copied(graph).replace(in_flight=_stage(each).in_flight)
+            results.append(_stage_plan(each, graph, options, seconds, say))
+    return (*results[1:], results[0])
+
+
+def _stage_plan(request: Request, graph: TrainGraph, options: Options, seconds: Seconds, say: Say) -> StagePlan:
+    stage = _stage(request)
+
+    def say_stage(text: str) -> None:
+        say(f"stage {stage.number}: {text}")
+
+    try:
+        planned, _ = _planned(graph, options, seconds, say_stage, curve=False)
+    except BudgetError as error:
+        lowest: Any = error.plan
+        return StagePlan(stage, lowest, lowest.step_seconds + lowest.added_seconds, fits=False)
+    plan = _of_mesh(planned, request, mesh_of(request)).plan
+    return StagePlan(stage, plan, step_seconds(planned, options.profile), fits=True)
+
+
+def step_seconds(planned: Planned, profile: str | None) -> Seconds:
+    """Return the predicted time of a step by a device profile, of collectives what no other operator hides.
+
+    Args:
+        planned: the graph and its plan.
+        profile: name or file of the profile, as the option of that name.
+    """
+    prices = cost.prices(planned.graph, cost.load_profile(main_device(planned.graph), profile))
+    overlapped = planned.plan.decisions.get("overlap", {})
+    hidden: Seconds = overlapped.get("link_seconds", 0.0) - overlapped.get("exposed_seconds", 0.0)
+    return sum(prices.values()) - hidden
+
+
 def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:
     """Build, capture and plan the step of ``request``, and return the picture of its plan.
 
@@ -173,7 +237,7 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
             device=device_of(request.device),
         )
     notes = notes_on(workload.model, mesh, _tp_plan(request))
-    graph = graph.replace(in_flight=mesh.pp, notes=(*graph.notes, *notes))
+    graph = graph.replace(in_flight=_stage(request).in_flight, notes=(*graph.notes, *notes))
     if request.device == "cuda":
         graph = graph.replace(notes=(*graph.notes, f"times are those of the device profile {options.profile}"))
     return graph, time.perf_counter() - start
@@ -200,7 +264,12 @@ def _of_mesh(planned: Planned, request: Request, mesh: Mesh) -> Planned:
     if request.mesh is None:
         return planned
     check_tokens(planned.plan)
-    return noted(planned, mesh, {**zoo.settings_of(request.target), **_settings(request)}.get("layers"))
+    layers = {**zoo.settings_of(request.target), **_settings(request)}.get("layers")
+    return noted(planned, mesh, _stage(request), layers)
+
+
+def _stage(request: Request) -> Stage:
+    return stage_of(mesh_of(request).pp, request.stage)
 
 
 def mesh_of(request: Request) -> Mesh:
@@ -258,13 +327,14 @@ def workload_of(request: Request) -> Workload:
     :func:`roamc.frontends.mesh.on_mesh` splits them.
 
     Raises:
-        OptionError: an unknown model, setting or optimizer; names the nearest; or stages do not divide the layers.
+        OptionError: an unknown model, setting or optimizer; names the nearest; or stages do not divide the layers, or
+            there is no such stage.
         CaptureError: the function of a file does not return what it should.
     """
     if request.optimizer not in OPTIMIZERS:
         hint = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join(OPTIMIZERS)}"
         raise OptionError(f"unknown optimizer {request.optimizer!r}{hint}")
-    settings = stage_settings(_settings(request), zoo.settings_of(request.target), mesh_of(request))
+    settings = stage_settings(_settings(request), zoo.settings_of(request.target), _stage(request))
     if ":" in request.target or request.target.endswith(".py"):
         workload = from_file(request.target, settings, meta=request.meta)
     else:

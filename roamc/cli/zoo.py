@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from roamc.capture.step import LossFunction
 from roamc.errors import OptionError, nearest
+from roamc.frontends.stages import EMBEDDING, HEAD
 from roamc.frontends.workload import Setting, Workload
 
 Settings = Mapping[str, Setting]
@@ -104,7 +105,8 @@ class GPT(nn.Module):
         dropout: probability of dropout.
         tied: whether the head has the weight of the token embedding.
         fused_attention: as for :class:`Block`.
-        head: whether it has a head; the first stage of a pipeline has none.
+        embedding: whether it has its embeddings; the first stage of a pipeline alone has them.
+        head: whether it has a head; the last stage of a pipeline alone has one.
 
     Raises:
         OptionError: ``width`` is not a multiple of ``heads``.
@@ -121,12 +123,14 @@ class GPT(nn.Module):
         dropout: float = 0.0,
         tied: bool = True,
         fused_attention: bool = True,
+        embedding: bool = True,
         head: bool = True,
     ) -> None:
         super().__init__()
         if width % heads:
             raise OptionError(f"width {width} is not a multiple of heads {heads}")
-        self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(seq, width)
+        self.tokens = nn.Embedding(vocab, width) if embedding else None
+        self.places = nn.Embedding(seq, width) if embedding else None
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, fused_attention) for _ in range(layers))
         self.hidden: Tensor | None
@@ -134,16 +138,18 @@ class GPT(nn.Module):
         self.register_buffer("hidden", hidden, persistent=False)
         self.norm = nn.LayerNorm(width) if head else None
         self.head = nn.Linear(width, vocab, bias=False) if head else None
-        if tied and self.head is not None:
+        if tied and self.head is not None and self.tokens is not None:
             self.head.weight = self.tokens.weight
         self.apply(_init)
 
     def forward(self, idx: Tensor) -> Tensor:
         """Return logits (batch, seq, vocab) for the token numbers ``idx``, int64 of shape (batch, seq).
 
-        Without a head the result is the residual stream, (batch, seq, width).
+        Without a head the result is the residual stream, (batch, seq, width); without embeddings ``idx`` is.
         """
-        x: Tensor = self.drop(self.tokens(idx) + self.places.weight[: idx.shape[1]])
+        x = idx
+        if self.tokens is not None and self.places is not None:
+            x = self.drop(self.tokens(idx) + self.places.weight[: idx.shape[1]])
         for block in self.blocks:
             x = block(x, self.hidden)
         if self.norm is None or self.head is None:
@@ -172,8 +178,15 @@ def make(name: str, settings: Settings | None = None, device: str = "meta") -> W
     dtype = DTYPES[str(chosen["dtype"])]
     with torch.device(device):
         model = recipe.build(chosen).to(dtype).train()
-        batch = tuple(item.to(dtype) if item.is_floating_point() else item for item in recipe.batch(chosen))
+        batch = tuple(_in(item, dtype) for item in recipe.batch(chosen))
     return Workload(name, model, batch, recipe.loss, tp_plan=recipe.tp_plan)
+
+
+def _in(item: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the batch, in ``dtype`` if it has floating-point numbers; a leaf of autograd."""
+    if not item.is_floating_point():
+        return item
+    return item.detach().to(dtype).requires_grad_(item.requires_grad)
 
 
 def settings_of(name: str) -> Settings:
@@ -235,6 +248,14 @@ def _gpt(settings: Settings) -> nn.Module:
 def _text_batch(settings: Settings) -> tuple[Tensor, ...]:
     shape = (int(settings["batch"]), int(settings["seq"]))
     return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+
+
+def _stage_batch(settings: Settings) -> tuple[Tensor, ...]:
+    """As :func:`_text_batch`; without embeddings what the stage before hands on, which gets its gradient back."""
+    tokens, targets = _text_batch(settings)
+    if settings[EMBEDDING]:
+        return tokens, targets
+    return torch.zeros(*tokens.shape, int(settings["width"])).requires_grad_(), targets
 
 
 def _image_batch(settings: Settings) -> tuple[Tensor, ...]:
@@ -331,19 +352,22 @@ _BERT_PLAN = {
 }
 
 
+_ENDS: dict[str, Setting] = {EMBEDDING: True, HEAD: True}
+
+
 def _of_korthikanti(size: str, batch: int, layers: int, width: int, heads: int) -> Recipe:
     """A model of Korthikanti et al., arXiv 2205.05198, table 3, with the micro-batch of one rank."""
     sizes: dict[str, Setting] = {"batch": batch, "seq": 2048, "layers": layers, "width": width, "heads": heads}
-    more: dict[str, Setting] = {"vocab": 51200, "dropout": 0.1, "tied": True, "fused_attention": False, "head": True}
+    more: dict[str, Setting] = {"vocab": 51200, "dropout": 0.1, "tied": True, "fused_attention": False, **_ENDS}
     about = f"GPT-3 of {size} parameters as in arXiv 2205.05198; for --mesh tp=8"
-    return Recipe(about, {**sizes, **more, "dtype": "bfloat16"}, _gpt, _text_batch, _stage_loss, _BLOCK_PLAN)
+    return Recipe(about, {**sizes, **more, "dtype": "bfloat16"}, _gpt, _stage_batch, _stage_loss, _BLOCK_PLAN)
 
 
 MODELS: dict[str, Recipe] = {
     "gpt": Recipe(
         "decoder-only transformer as in nanoGPT",
-        _sizes(batch=16, seq=256, layers=6, width=384, heads=6, vocab=256, dropout=0.1, tied=True, head=True),
-        _gpt, _text_batch, _stage_loss, _BLOCK_PLAN,
+        _sizes(batch=16, seq=256, layers=6, width=384, heads=6, vocab=256, dropout=0.1, tied=True, **_ENDS),
+        _gpt, _stage_batch, _stage_loss, _BLOCK_PLAN,
     ),
     "gpt2": Recipe(
         "GPT-2, 124 M parameters",

@@ -18,12 +18,10 @@ from roamc.capture.tensor_parallel import check_called, check_names, split, unma
 from roamc.compat import original
 from roamc.compat_groups import planned_for
 from roamc.errors import OptionError, RoamcError, nearest
+from roamc.frontends.stages import Stage, stage_note
 from roamc.frontends.workload import OPTIMIZERS, Optimizer, Setting, Workload, parse_setting
-from roamc.graph import Role, TrainGraph
-from roamc.graph.memory import build_memory
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
-from roamc.units import format_bytes
 
 TP = "tp"
 """Name of the axis of tensor parallelism, and of its group in the graph."""
@@ -75,28 +73,6 @@ def _size(axis: str, size: Setting) -> int:
     if type(size) is not int or size < 1:
         raise OptionError(f"axis {axis} of the mesh must be a whole number of ranks from 1, not {size!r}")
     return size
-
-
-def stage_settings(settings: Mapping[str, Setting], defaults: Mapping[str, Setting], mesh: Mesh) -> dict[str, Setting]:
-    """Return the settings of a built-in model as the first stage of the pipeline has it: its layers, and no head.
-
-    Args:
-        settings: the settings that the user gives.
-        defaults: all settings of the model, with their defaults.
-        mesh: the mesh.
-
-    Raises:
-        OptionError: the model has no layers, or the stages do not divide them.
-    """
-    if mesh.pp == 1:
-        return dict(settings)
-    whole = {**defaults, **settings}.get("layers")
-    if "layers" not in defaults or not isinstance(whole, int):
-        raise OptionError(f"pp={mesh.pp} needs a built-in model that has layers to divide among the stages")
-    if whole % mesh.pp:
-        raise OptionError(f"pp={mesh.pp} does not divide the {whole} layers")
-    headless: dict[str, Setting] = {"head": False} if "head" in defaults else {}
-    return {**headless, **settings, "layers": whole // mesh.pp}
 
 
 def part_of(
@@ -181,32 +157,21 @@ def check_tokens(plan: Plan) -> None:
         )
 
 
-def noted(planned: Planned, mesh: Mesh, layers: Setting | None = None) -> Planned:
+def noted(planned: Planned, mesh: Mesh, stage: Stage, layers: Setting | None = None) -> Planned:
     """Return ``planned`` with notes on what the mesh adds to the plan of one rank and one micro-batch.
 
     Args:
         planned: the plan of one rank.
         mesh: the mesh.
-        layers: how many layers the whole model has; if they are given and ``mesh`` has several stages, a note says
-            what the first stage needs with its micro-batches in flight. None for no such note.
+        stage: the stage of the rank; if ``mesh`` has several, a note says what it needs with its micro-batches in
+            flight.
+        layers: how many layers the whole model has; None if that is not known.
     """
     notes: tuple[str, ...] = (
         f"one rank of a mesh of {mesh.dp * mesh.pp * mesh.tp}: dp={mesh.dp}, pp={mesh.pp}, tp={mesh.tp}",
     )
-    if mesh.pp > 1 and isinstance(layers, int):
-        notes += (_stage_note(planned.graph, planned.plan, mesh, layers),)
+    if mesh.pp > 1:
+        notes += (stage_note(planned.plan, stage, layers if isinstance(layers, int) else None),)
     if mesh.dp > 1:
         notes += ("what averages gradients over dp runs beside the planned step and is not counted",)
     return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *notes)))
-
-
-def _stage_note(graph: TrainGraph, plan: Plan, mesh: Mesh, layers: int) -> str:
-    """What the first stage of a pipeline holds, whose micro-batches are all in flight before a backward (1F1B)."""
-    saved = build_memory(graph).saved_bytes
-    fixed, gradients = sum(plan.fixed_bytes.values()), plan.fixed_bytes.get(Role.PARAMETER.value, 0)
-    return (
-        f"the first of {mesh.pp} stages, {layers // mesh.pp} of {layers} layers, has {mesh.pp} micro-batches in "
-        f"flight, of which each saves {format_bytes(saved)}: it needs {format_bytes(plan.needed_bytes)}, which a "
-        f"budget limits, and {format_bytes(plan.needed_bytes + fixed + gradients)} with what is fixed and the sums of "
-        f"{format_bytes(gradients)} of gradients; roamc runs no pipeline"
-    )

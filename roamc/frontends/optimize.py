@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from roamc.frontends.arguments import check_forward, check_module, check_not_com
 from roamc.frontends.backend import LATEST, Record, compile_graph
 from roamc.frontends.eager_calls import checked
 from roamc.frontends.mesh import Mesh, check_tokens, notes_on, parse_mesh, part_of, running_split
+from roamc.frontends.stages import stage_note, stage_of
 from roamc.frontends.train_step import TrainStep
 from roamc.options import Options, parse_options
 from roamc.planning import together
@@ -109,6 +110,7 @@ def plan(
     clip_grad_norm: float | None = None,
     mesh: str | Mapping[str, int] | None = None,
     tp_plan: Mapping[str, str] | None = None,
+    stage: int | None = None,
     **keywords: Any,
 ) -> Plan:
     """Plan a step without running anything: no weight is read or allocated.
@@ -125,6 +127,8 @@ def plan(
     ``tp_plan`` then maps patterns of layers' names to "colwise" (a rank has a part of an ``nn.Linear``'s outputs) or
     "rowwise" (of its inputs), such as ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; by default the
     model's attribute ``tp_plan`` does, which models of transformers have. Axis ``dp`` changes nothing in a rank's plan.
+    With ``pp`` in the mesh the model is one stage of a pipeline, the one that ``stage`` numbers from 0: ``pp - stage``
+    micro-batches are in flight, and a budget counts what they hold.
 
     In a process group, each rank plans what a step takes if all ranks have the same, and waits for no other; a note of
     the plan says so.
@@ -143,37 +147,57 @@ def plan(
             f"plan takes loss_fn and optimizer together, for a whole step, or neither, for the model's forward and "
             f"backward: {missing} is missing"
         )
-    if mesh is not None:
-        step_of = functools.partial(plan, loss_fn=loss_fn, clip_grad_norm=clip_grad_norm, **keywords)
-        return _plan_on(parse_mesh(mesh), model, batch, optimizer, tp_plan, step_of)
+    step_of = functools.partial(_plan, loss_fn=loss_fn, clip_grad_norm=clip_grad_norm, keywords=keywords)
+    if mesh is None and stage is None:
+        return step_of(model, batch, optimizer, 1)
+    return _plan_on(parse_mesh(mesh or {}), stage, model, batch, optimizer, tp_plan, step_of)
+
+
+def _plan(
+    model: nn.Module,
+    batch: tuple[Any, ...],
+    optimizer: torch.optim.Optimizer | None,
+    in_flight: int,
+    *,
+    loss_fn: LossFunction | None,
+    clip_grad_norm: float | None,
+    keywords: dict[str, Any],
+) -> Plan:
+    """The plan of a model with ``in_flight`` micro-batches in flight."""
     if loss_fn is not None and optimizer is not None:
         named, options = _parted(loss_fn, keywords)
         step = train_step(model, loss_fn, optimizer, clip_grad_norm=clip_grad_norm, **options)
-        return step.plan(*batch, **named)
+        return step.plan_in_flight(in_flight, batch, named)
     named, options = _parted(model.forward, keywords)
     parsed = parse_options(options)
     check_forward(model, batch, named, "those of roamc.plan behind the model")
-    graph = joint.capture(model, batch, named, type(model).__name__)
+    graph = joint.capture(model, batch, named, type(model).__name__).replace(in_flight=in_flight)
     return together.alone(graph, parsed).plan
 
 
 def _plan_on(
     mesh: Mesh,
+    number: int | None,
     model: nn.Module,
-    batch: Sequence[Any],
+    batch: tuple[Any, ...],
     optimizer: torch.optim.Optimizer | None,
     tp_plan: Mapping[str, str] | None,
     planned: Callable[..., Plan],
 ) -> Plan:
-    """The plan of one rank of ``mesh``, by ``planned(model, *batch, optimizer=...)``."""
-    if mesh.pp > 1:
-        raise OptionError(f"pp={mesh.pp}: roamc.plan plans the module that it gets; give it the layers of one stage")
+    """The plan of one rank of ``mesh``, in stage ``number``, by ``planned(model, batch, optimizer, in_flight)``."""
+    if mesh.pp > 1 and number is None:
+        raise OptionError(
+            f"pp={mesh.pp}: roamc.plan plans the module that it gets; give it the layers of one stage, and the number "
+            f"of the stage, stage=0 to {mesh.pp - 1}"
+        )
+    stage = stage_of(mesh.pp, number)
     with mesh.planned_for():
         part, its_optimizer = part_of(model, optimizer, mesh, tp_plan)
         with running_split(part, mesh, tp_plan):
-            rank_plan = planned(part, *batch, optimizer=its_optimizer)
+            rank_plan = planned(part, batch, its_optimizer, stage.in_flight)
     check_tokens(rank_plan)
-    return dataclasses.replace(rank_plan, notes=(*rank_plan.notes, *notes_on(part, mesh, tp_plan)))
+    notes = (stage_note(rank_plan, stage),) if mesh.pp > 1 else ()
+    return dataclasses.replace(rank_plan, notes=(*rank_plan.notes, *notes_on(part, mesh, tp_plan), *notes))
 
 
 def _parted(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -186,11 +186,22 @@ class TrainStep:
             CaptureError: this batch or model cannot be captured; says what to do.
             BudgetError: the plan does not fit ``memory_budget``.
         """
+        return self.plan_in_flight(1, batch, named)
+
+    def plan_in_flight(self, in_flight: int, batch: tuple[Any, ...], named: dict[str, Any]) -> Plan:
+        """Plan the step of one micro-batch of a pipeline's stage, as :meth:`plan`.
+
+        Args:
+            in_flight: how many micro-batches run forward before one runs backward; 1 for no pipeline.
+            batch: positional arguments of the step.
+            named: keyword arguments of the step.
+        """
         leaves, nest = take_apart((batch, named))
         take_parameters_apart(self.model)
         self._key(leaves, nest)  # refuses what no plan is made for
         captured, _, seconds = _captured(self._request(leaves, nest))
-        planned = together.alone(captured.graph, self.options, self._meeting(captured))
+        graph = captured.graph.replace(in_flight=in_flight)
+        planned = together.alone(graph, self.options, self._meeting(captured))
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         return planned.plan
 

@@ -195,12 +195,14 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
 
 
 def _saved(graph: TrainGraph, lives: dict[str, Life]) -> Bytes:
-    """The bytes of storages that forward makes and a later operator reads, which each micro-batch in flight holds."""
+    """The bytes that forward makes, or the batch brings, and a later operator reads: each micro-batch holds them."""
     nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
     late = [node for node in nodes if _is_late(graph, node)]
     read = {shared.of(storage) for node in late for source in node.all_input_nodes for *_, storage in placed(source)}
     storages = [(name, nodes[born], nbytes) for name, (born, _, nbytes) in lives.items()]
-    return sum(
+    fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
+    batch = {shared.of(own) for node, port in fed if port.role is Role.INPUT for *_, own in placed(node)}
+    return sum(own.nbytes for own in batch & read) + sum(
         nbytes
         for name, node, nbytes in storages
         if node.op == "call_function"

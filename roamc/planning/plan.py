@@ -17,7 +17,7 @@ from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes
 
-FORMAT = 9
+FORMAT = 10
 """Version of the JSON form; increased when a reader of an older version could misread it."""
 
 
@@ -44,6 +44,10 @@ class Plan:
         bound_bytes: lower bound of the live bytes at the worst step, for any order of the operators of the plan, reruns
             included; 0 if pass reorder was left out.
         baseline_bytes: live bytes of eager PyTorch at its worst step of the same graph.
+        baseline_needed_bytes: what eager PyTorch takes at its worst step, counted as ``needed_bytes`` is. Shares such
+            as "80%" are of this.
+        in_flight: micro-batches of a pipeline that are in flight: ``needed_bytes`` and ``baseline_needed_bytes`` count
+            all of them, and other numbers the one that runs; 1 where there is no pipeline.
         step_seconds: predicted time of a step in which nothing runs again, of collectives what no other operator hides;
             0 if no budget was asked for.
         added_seconds: predicted time of all operators that run again and of codecs, per step.
@@ -69,6 +73,8 @@ class Plan:
     live_bytes: Bytes
     bound_bytes: Bytes
     baseline_bytes: Bytes
+    baseline_needed_bytes: Bytes
+    in_flight: int
     step_seconds: Seconds
     added_seconds: Seconds
     added_bound_seconds: Seconds
@@ -133,11 +139,13 @@ class Plan:
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """Return the lines of the plan as it is shown: (label, value with its unit, remark), each as text."""
+        one = ", one micro-batch" if self.in_flight > 1 else ""
+        share = _against(self.peak_bytes, self.baseline_bytes, f"of eager's{one}")
         return (
-            ("peak", format_bytes(self.peak_bytes), _against(self.peak_bytes, self.baseline_bytes, "of eager's")),
+            ("peak", format_bytes(self.peak_bytes), share),
             *self._workspace_rows(),
             *self._budget_rows(),
-            ("eager's peak", format_bytes(self.baseline_bytes), "same graph, program order"),
+            ("eager's peak", format_bytes(self.baseline_bytes), f"same graph, program order{one}"),
             ("lower bound", format_bytes(self.bound_bytes), "of live bytes, any order"),
             ("arena", format_bytes(self.arena_bytes), f"fragmentation {self.fragmentation:.3%}"),
             ("fixed", format_bytes(sum(self.fixed_bytes.values())), _parts(self.fixed_bytes)),
@@ -145,11 +153,15 @@ class Plan:
         )
 
     def _workspace_rows(self) -> tuple[tuple[str, str, str], ...]:
-        rows = (
-            ("in flight", self.waiting_bytes, "more, saved for the other micro-batches in flight"),
+        others = f"the other {self.in_flight - 1}" if self.in_flight > 2 else "the other one"
+        rows = [
+            ("in flight", self.waiting_bytes, f"more, saved for {others} of {self.in_flight} micro-batches in flight"),
             ("workspace", self.needed_bytes - self.peak_bytes - self.waiting_bytes, _INSIDE),
-        )
-        return tuple((label, format_bytes(more), remark) for label, more, remark in rows if more)
+        ]
+        if self.in_flight > 1:
+            of = f"of eager's {format_bytes(self.baseline_needed_bytes)}, all that are in flight"
+            rows.append(("needs", self.needed_bytes, _against(self.needed_bytes, self.baseline_needed_bytes, of)))
+        return tuple((label, format_bytes(size), remark) for label, size, remark in rows if size)
 
     def _budget_rows(self) -> tuple[tuple[str, str, str], ...]:
         if not self.step_seconds:

@@ -40,6 +40,10 @@ TAKEN_OVER = {
 """Fields of a plan that are those of a decision; 0 where it has none."""
 
 
+COUNTED = ("baseline_bytes", "in_flight")
+"""Fields of a plan that are counted from the captured graph."""
+
+
 def check_origin(plan: Plan, graph: TrainGraph, mark: str) -> None:
     """Refuse a plan for another device, for another graph than ``graph``, or of other passes.
 
@@ -110,6 +114,7 @@ def check_numbers(plan: Plan, planned: Planned) -> None:
     _check_overlap(counted.decisions.get(overlap.NAME), planned.graph)
     _check_layout(counted.decisions[layout.NAME], planned.graph)
     _check_taken_over(plan)
+    _check_counted(plan, counted)
 
 
 def for_threads(planned: Planned, threads: int) -> Planned:
@@ -225,6 +230,12 @@ def _check_layout(placed: Mapping[str, Any], graph: TrainGraph) -> None:
             _refuse(layout.NAME, name, placed[name], value)
     if placed["needed_bytes"] > most:
         _refuse(layout.NAME, "needed_bytes", placed["needed_bytes"], most)
+
+
+def _check_counted(plan: Plan, counted: Plan) -> None:
+    for name in COUNTED:
+        if getattr(plan, name) != getattr(counted, name):
+            _refuse("plan", name, getattr(plan, name), getattr(counted, name))
 
 
 def _check_taken_over(plan: Plan) -> None:

@@ -16,6 +16,7 @@ from roamc import budget, cost
 from roamc.cost import utilisation
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
+from roamc.graph.in_flight import waiting_bytes
 from roamc.graph.memory import build_memory, input_bytes, most_alive
 from roamc.graph.ranks import planned_groups, with_same_plan
 from roamc.graph.value_numbers import Numbers
@@ -73,9 +74,10 @@ def prepared(
     peak = int(live.max(initial=0))
     floor = other_orders.eager_floor(graph, memory) if peak < layout.EFFORT.small_graph else {}
     graph = graph.replace(eager_bytes=peak, eager_floor=floor)
-    most = int((live + cost.workspaces(memory.operators, graph.threads, eager=True)).max(initial=0))
+    most_threads = max(threads, torch.get_num_threads())  # a plan from elsewhere may be counted again for more
+    most = int((live + cost.workspaces(memory.operators, most_threads, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
-    needs += (graph.in_flight - 1) * memory.saved_bytes
+    needs += waiting_bytes(graph, memory)
     products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
     maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products)
     maker = maker.under(terms_of(graph, options.memory_budget, needs))
@@ -192,7 +194,7 @@ class PlanMaker:
         layout_judge.check_layout(end.graph)
         if self.runner.plan is None and step_seconds:
             step_seconds -= _hidden_seconds(end)
-        plan = plan_of(end, self.fingerprint, self.options.limit_bytes, step_seconds, self.effort)
+        plan = plan_of(end, self.fingerprint, self.options.limit_bytes, step_seconds, self.eager_needs, self.effort)
         plan.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
         return Planned(end.graph, plan)
 

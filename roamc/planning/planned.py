@@ -55,7 +55,14 @@ class Planned:
         return tuple(node.target for node in self.graph.graph.nodes if isinstance(node.target, Fused))
 
 
-def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Seconds, effort: Effort = EFFORT) -> Plan:
+def plan_of(
+    end: State,
+    fingerprint: str,
+    limit: Bytes | None,
+    step_seconds: Seconds,
+    eager_needs: Bytes,
+    effort: Effort = EFFORT,
+) -> Plan:
     """Write the plan of a graph behind the whole pipeline.
 
     Args:
@@ -63,6 +70,7 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
         fingerprint: hash of the captured graph.
         limit: budget in bytes; 0 for the lowest peak, None for no budget.
         step_seconds: predicted time of a step in which nothing is recomputed; 0 without a budget.
+        eager_needs: bytes that eager PyTorch takes at its worst step, see :attr:`Plan.baseline_needed_bytes`.
         effort: how far above its bound a peak may be and count as optimal.
     """
     graph, decisions = end.graph, end.decisions
@@ -86,6 +94,8 @@ def plan_of(end: State, fingerprint: str, limit: Bytes | None, step_seconds: Sec
         live_bytes=placed.live_bytes,
         bound_bytes=bound_bytes,
         baseline_bytes=graph.eager_bytes or 0,
+        baseline_needed_bytes=eager_needs,
+        in_flight=graph.in_flight,
         step_seconds=step_seconds,
         added_seconds=retain_decision.added_seconds,
         added_bound_seconds=retain_decision.bound_seconds,

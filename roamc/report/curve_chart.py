@@ -78,7 +78,7 @@ class _Scale:
 
 
 def curve_chart(curve: Curve, eager: Bytes) -> CurveChart:
-    """Return ``curve`` as shapes; texts show peaks as shares of ``eager``, the bytes of eager's peak."""
+    """Return ``curve`` as shapes; texts show bytes needed as shares of ``eager``, those that eager needs."""
     spots = sorted({*curve.spots, curve.now}, key=lambda spot: -spot.needed_bytes)
     low, high = spots[-1].needed_bytes, spots[0].needed_bytes
     air = EDGE * ((high - low) or high)

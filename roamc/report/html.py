@@ -69,7 +69,7 @@ def render(picture: Picture) -> str:
         kinds=[kind for kind in KINDS if picture.before.by_kind[kind].any() or picture.after.by_kind[kind].any()],
         meaning=MEANING,
         charts=charts(picture),
-        curve=None if report.curve is None else curve_chart(report.curve, report.eager.live_bytes),
+        curve=None if report.curve is None else curve_chart(report.curve, plan.baseline_needed_bytes),
         data=table(picture),
     )
 

@@ -68,8 +68,10 @@ def show_explanation(out: Console, report: Explanation, top: int) -> None:
     """Print all sections of the explanation ``report`` to ``out``; ``top`` is the most rows that a list has."""
     show_plan(out, report.plan)
     _show_curve(out, report)
-    _show_peak(out, f"peak of {report.plan.name} as planned", report.planned, top)
-    _show_peak(out, "peak of eager PyTorch: same graph, program order, gradients kept to the end", report.eager, top)
+    one = ", one micro-batch" if report.plan.in_flight > 1 else ""
+    kept = "same graph, program order, gradients kept to the end"
+    _show_peak(out, f"peak of {report.plan.name} as planned{one}", report.planned, top)
+    _show_peak(out, f"peak of eager PyTorch: {kept}{one}", report.eager, top)
     _show_dropped(out, report, top)
     _show_smaller(out, report, top)
     _show_grouped(out, report.grouped, top)
@@ -112,15 +114,15 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
         name: name of the graph.
         points: plans of one graph, at least one, made with a budget.
     """
-    eager = points[0].plan.baseline_bytes
-    out.print(f"plans of {name}, where eager holds {format_bytes(eager)}", markup=False, soft_wrap=True)
+    first = points[0].plan
+    eager, all_of_them = first.baseline_needed_bytes, f", {first.in_flight} micro-batches in flight"
+    more = all_of_them if first.in_flight > 1 else ""
+    out.print(f"plans of {name}, where eager needs {format_bytes(eager)}{more}", markup=False, soft_wrap=True)
     rows = [
         (
             str(point.budget) if isinstance(point.budget, str) else format_bytes(point.budget),
             format_bytes(point.plan.needed_bytes),
-            ""
-            if point.plan.waiting_bytes
-            else f"{point.plan.needed_bytes / eager:.3f}",  # eager's is of one micro-batch
+            f"{point.plan.needed_bytes / eager:.3f}",
             f"{point.plan.added_seconds / point.plan.step_seconds:.1%}",
             f"{point.plan.added_bound_seconds / point.plan.step_seconds:.1%}" if point.plan.added_bound_seconds else "",
             str(len(point.plan.decisions.get("retain", {}).get("reruns", ()))),
@@ -216,13 +218,13 @@ def _show_curve(out: Console, report: Explanation) -> None:
         return
     _heading(out, "bytes needed against added time: plans for other budgets, and the least that any reruns add")
     headings = ("needs", "of eager's", "added time", "at least", f"{'#' * 3} at least, {'-' * 3} added", "")
-    show_rows(out, headings, curve_rows(report.curve, report.eager.live_bytes), right=(0, 1, 2, 3))
+    show_rows(out, headings, curve_rows(report.curve, report.plan.baseline_needed_bytes), right=(0, 1, 2, 3))
 
 
 def curve_rows(curve: Curve, eager: Bytes) -> list[tuple[str, ...]]:
     """Return one row for each plan of ``curve``, those that need the most bytes first.
 
-    A row has six texts: bytes needed, their share of ``eager`` (bytes of eager's peak), added time and its lower bound
+    A row has six texts: bytes needed, their share of ``eager`` (bytes that eager needs), added time and its lower bound
     as shares of the step, a bar of both, and ``"this plan"``, ``"the lowest"`` or ``""``.
     """
     spots = sorted({*curve.spots, curve.now}, key=lambda spot: (-spot.needed_bytes, spot.added_seconds))

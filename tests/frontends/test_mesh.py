@@ -169,7 +169,7 @@ def test_the_command_line_plans_a_stage_and_tells_what_it_holds() -> None:
     result = CliRunner().invoke(app, ["plan", "gpt", *words, *mesh, "--option", "shard=sequence"])
     assert result.exit_code == 0, result.output
     assert "one rank of a mesh of 8: dp=2, pp=2, tp=2" in result.output
-    assert "the first of 2 stages, 1 of 2 layers, has 2 micro-batches in flight" in result.output
+    assert "stage 0 of pp=2, 1 of 2 layers, has 2 micro-batches in flight" in result.output
     assert "ms on the links of profile a100, " in result.output
 
 
