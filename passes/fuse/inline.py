@@ -325,7 +325,9 @@ class _Inliner:
         if not self.ledger.readers[storage.index]:
             return self._erase(maker, change)
         group = self.group_of.get(maker)
-        return group is None or self._regroup(group.members, group.root, {group.root: self._took(group)}, change)
+        if group is None:  # forward computes it by ATen, and a copy has to have these bits
+            return self.kind.fits_numerics(maker, fast=False)
+        return self._regroup(group.members, group.root, {group.root: self._took(group)}, change)
 
     def _erase(self, maker: fx.Node, change: _Change) -> bool:
         """Leave out ``maker``, whose result nothing reads any longer; whether that can be: it is in no group."""

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from roamc.errors import VerifyError
-from roamc.graph import Phase, Role, TrainGraph, copied, output_values, placeholders, storage_name, tensors_of
+from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, storage_name, tensors_of
 from roamc.graph.storage_ids import STORAGES, StorageId, all_ids, id_of, ids_of, placed
 from roamc.operators import ops
 from roamc.operators.table import Space
@@ -193,15 +193,6 @@ def kept_memory(graph: TrainGraph) -> MemoryModel | None:
     state = _state(graph)
     same = len(cached.state) == len(state) and all(map(is_, cached.state, state))
     return cached.memory if same else None
-
-
-def copied_with_memory(graph: TrainGraph) -> TrainGraph:
-    """Return a copy of ``graph`` with nodes of its own, and keep its memory model there, which is not read off anew."""
-    memory, copy = build_memory(graph), copied(graph)
-    nodes = {node.name: node for node in copy.graph.nodes}
-    twins = tuple(replace(operator, node=nodes[operator.node.name]) for operator in memory.operators)
-    setattr(copy.graph, _KEPT_AS, _Known(_state(copy), replace(memory, operators=twins)))
-    return copy
 
 
 _KEPT_AS = "_roamc_memory"

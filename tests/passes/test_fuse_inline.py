@@ -119,6 +119,19 @@ def test_a_value_inside_a_group_that_a_copy_reads_counts() -> None:
     assert inlined.ledger.saved() == 16 * 16 * 4  # what forward returns
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("operator", "copied"), [(torch.neg, True), (torch.sin, False)])
+def test_a_copy_in_a_kernel_has_the_bits_of_forward(operator: Callable[[Tensor], Tensor], copied: bool) -> None:
+    """Forward computes it by ATen, whose sine has other last bits than that of a kernel."""
+
+    def step(x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        inner = operator(x)
+        return inner @ x.t(), gradient * inner
+
+    decision = fuse.decide(traced(step, X, X, phases="FFFB"), Options(numerics="fast"))
+    assert bool(decision.copies) is copied
+
+
 def test_every_reader_has_a_copy() -> None:
     def step(x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
         inner = x.sigmoid()
