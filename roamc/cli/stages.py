@@ -10,8 +10,8 @@ from roamc.frontends.stages import Stage, total_bytes
 from roamc.planning.plan import Plan
 from roamc.units import Bytes, Seconds, format_bytes
 
-HEADINGS = ("stage", "ends", "in flight", "peak", "needs", "with what is fixed", "a micro-batch", "")
-"""Of the table that :func:`rows` returns."""
+HEADINGS = ("stage", "ends", "in flight", "peak", "needs", "in all", "time", "")
+"""Of the table that :func:`rows` returns. "in all" counts what is fixed as well; "time" is that of one micro-batch."""
 
 ON_THE_RIGHT = (0, 2, 3, 4, 5, 6)
 """Columns of the table with numbers."""
@@ -61,7 +61,7 @@ def rows(stages: Sequence[StagePlan]) -> list[tuple[str, ...]]:
             format_bytes(each.plan.needed_bytes),
             format_bytes(each.total_bytes),
             f"{each.seconds * 1e3:.1f} ms",
-            ", ".join([*(["the fullest"] if each is most else []), *([] if each.fits else ["does not fit"])]),
+            ", ".join([*(["fullest"] if each is most else []), *([] if each.fits else ["does not fit"])]),
         )
         for each in stages
     ]

@@ -135,7 +135,7 @@ def test_the_command_line_shows_all_stages_and_the_fullest(
     monkeypatch.setattr(commands, "stages", lambda request, say: shown)
     result = CliRunner().invoke(app, ["plan", "gpt", *words(), "--mesh", "pp=3", "--stage", "all"])
     assert result.exit_code == (0 if fits else 2), result.output
-    (line,) = [line for line in result.output.splitlines() if "the fullest" in line]
+    (line,) = [line for line in result.output.splitlines() if "fullest" in line]
     assert line.split()[0] == str(most.stage.number)
     assert format_bytes(most.total_bytes) in line
     assert result.output.count("does not fit") == (0 if fits else 2)

@@ -120,6 +120,7 @@ SUBJECTS = {
     "roamc/capture/step.py": "detach",
     "roamc/compat_aot.py": "the backward of batch norm",
     "roamc/codegen/triton_stand_in.py": "sums and maxima of Triton",
+    "roamc/graph/fingerprint.py": "parts of which each rank takes its own",
     "roamc/graph/same_values.py": "dropout, batch norm and clone, for the judge",
     "roamc/runtime/fallback.py": "as_strided",
     "passes/masks.py": "dropout",
@@ -132,6 +133,7 @@ SUBJECTS = {
     "passes/shard/varying.py": "products of parts, and what looks values up",
     "passes/shard/write.py": "dropout, and views of the tokens",
     "roamc/graph/shard_classes.py": "softmax and losses over the classes of a rank, for the judge",
+    "roamc/graph/shard_indices.py": "look-ups and losses, for the judge",
     "roamc/graph/shard_states.py": "what operators make of a part of the rows, for the judge",
     "roamc/graph/shard_terms.py": "products and moved dimensions, for the judge",
 }
