@@ -228,10 +228,18 @@ def _added_up(value: Any) -> _Reduced:
         return _Reduced((maker,))
     if maker.target is not aten.add.Tensor or maker.kwargs or maker.args[0] is maker.args[1]:
         return _Reduced()
-    first, last = (_added_up(part) if isinstance(part, fx.Node) else _Reduced() for part in maker.args)
+    if not all(isinstance(part, fx.Node) and _fills(part, maker) for part in maker.args):
+        return _Reduced()
+    first, last = map(_added_up, maker.args)
     if not first.products or len(last.products) != 1 or _factors(last.products[0])[0] is not None:
         return _Reduced()
     return _Reduced(first.products + last.products, (*first.sums, maker))
+
+
+def _fills(part: fx.Node, total: fx.Node) -> bool:
+    """Whether ``part`` has the shape and dtype of ``total``, and is neither repeated nor cast in it."""
+    value, whole = part.meta["val"], total.meta["val"]
+    return bool(value.shape == whole.shape and value.dtype == whole.dtype)
 
 
 def _factors(node: fx.Node) -> Any:

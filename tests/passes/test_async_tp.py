@@ -130,6 +130,10 @@ def test_groups_with_symmetric_memory_are_taken_by_themselves_on_a_gpu(monkeypat
         lambda x, w: scattered(torch.add(x @ w, w @ x, alpha=2)),
         lambda x, w: scattered(x @ w + (w @ x + w @ w)),  # summed from the last
         lambda x, w: scattered(x @ w + torch.addmm(w[0], w, x)),
+        lambda x, w: scattered(x @ w + w[:1] @ x),
+        lambda x, w: scattered(w[:1] @ x + x @ w),
+        lambda x, w: scattered(x @ w[:, :1] + x @ w),
+        lambda x, w: scattered(x @ w + x.bfloat16() @ w.bfloat16()),
         lambda x, w: scattered(y := x @ w + w @ x) + y[:4],
         lambda x, w: scattered((x @ w).t()),
         lambda x, w: scattered(product := x @ w) + product[:4],
@@ -140,7 +144,8 @@ def test_groups_with_symmetric_memory_are_taken_by_themselves_on_a_gpu(monkeypat
     ],
     ids=[
         *("turned", "a part", "later matrix", "other product", "bias for each row", "bias doubled", "later bias"),
-        *("maximum", "sum with another", "product doubled", "from the last", "bias of the second", "sum read twice"),
+        *("maximum", "sum with another", "product doubled", "from the last", "bias of the second"),
+        *("one row last", "one row first", "one column", "other dtype", "sum read twice"),
         *("turned product", "read twice"),
         *("not a product", "written after gathering", "matrix written", "factor written"),
     ],
