@@ -5,7 +5,7 @@ follows the term down to inputs, tensors of the graph and random numbers. These 
 before the first step, see :class:`roamc.graph.Agreement`:
 
     own_part(x + b), norm(T, w)      x, b and w are asked for
-    x = all_reduce(mm(y, w))         nothing below a sum or a gather of the group is: its ranks have the same of that
+    x = all_reduce(mm(y, w))         nothing below a sum, a gather or a broadcast of the group is: its ranks have that alike
 
 This module shares no code with :mod:`roamc.passes.shard.agree`, which says what they compare.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from roamc.graph.shard_terms import Term, leaves_of, terms_of
+from roamc.graph.shard_terms import Term, is_same, terms_of
 from roamc.graph.storage_ids import ids_of
 from roamc.graph.train_graph import placeholders
 from roamc.operators import ops
@@ -61,17 +61,9 @@ def _met(walk: Walk, group: object, terms: set[Term]) -> Iterator[tuple[str, Any
             yield "input", key[1]
         for drawn in walk.drawn.get(term, ()):
             yield "draw", drawn
-        fresh = [part for part in terms_of(_read(key)) if part not in seen] if not _is_same(key, group) else []
+        fresh = [part for part in terms_of(_read(key)) if part not in seen] if not is_same(key, group) else []
         seen.update(fresh)
         waiting += fresh
-
-
-def _is_same(key: tuple[object, ...], group: object) -> bool:
-    """Whether a term is what a collective gives all ranks of ``group``."""
-    if key[0] in ("all_reduce", "classes"):
-        return key[2] == group
-    gathers = key[0] == "operator" and str(key[1]).startswith("roamc_collective.all_gather")
-    return gathers and str(group) in leaves_of(key)
 
 
 def _read(key: tuple[object, ...]) -> tuple[object, ...]:

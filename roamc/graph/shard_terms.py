@@ -22,6 +22,9 @@ PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, ate
 
 TRANSPOSED = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
 
+GIVE_ALL = ("roamc_collective.all_gather_into_tensor", "roamc_collective.broadcast")
+"""How the names of collectives begin whose result all ranks have, besides sums."""
+
 
 class Terms:
     """Numbers terms from 0: equal keys give the same term, so that equal terms mean equal elements."""
@@ -68,7 +71,7 @@ class Terms:
         """Return a function that says whether all ranks of ``group`` have the same elements of a term.
 
         A parameter in a product that is summed over the ranks differs from rank to rank, and so does one whose gradient
-        differs; so does what is computed of them, up to a sum over the ranks or a gather.
+        differs; so does what is computed of them, up to a sum over the ranks, a gather or a broadcast.
 
         Args:
             group: the group's name.
@@ -106,13 +109,10 @@ class _Shared:
 
     def _differs(self, term: Term) -> bool:
         key = self.terms.key(term)
-        if key[0] in ("all_reduce", "classes") and key[2] == self.group:
+        if is_same(key, self.group):
             return False
-        target = str(key[1]) if key[0] == "operator" else ""
-        if target == "roamc.own_part.default" and str(self.group) in leaves_of(key):
+        if key[0] == "operator" and str(key[1]) == "roamc.own_part.default" and str(self.group) in leaves_of(key):
             return True
-        if target.startswith("roamc_collective.all_gather") and str(self.group) in leaves_of(key):
-            return False
         return term in self.parts or any(self.differs[part.number] for part in terms_of(key))
 
     def _find_parts(self, summed: Term) -> None:
@@ -146,6 +146,13 @@ def _factors(key: tuple[object, ...]) -> list[Term]:
     """The last two operands of a product."""
     operands = [list(terms_of((part,))) for part in key[2:]]
     return [terms[0] for terms in operands if terms][-2:]
+
+
+def is_same(key: Sequence[object], group: object) -> bool:
+    """Return whether a term with this ``key`` is what a collective gives all ranks of ``group``."""
+    if key[0] in ("all_reduce", "classes"):
+        return key[2] == group
+    return key[0] == "operator" and str(key[1]).startswith(GIVE_ALL) and str(group) in leaves_of(key)
 
 
 def terms_of(key: Sequence[object]) -> Iterator[Term]:

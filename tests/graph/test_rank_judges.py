@@ -20,10 +20,10 @@ from roamc.options import Options
 from roamc.passes import normalize, retain, shard
 from roamc.rewriting.split import split as split_collectives
 from tests.graphs import captured_step, traced
-from tests.parallel import batch, build
+from tests.parallel import WIDTH, batch, build
 from tests.passes import test_shard_loss
 from tests.passes.test_shard_loss import LOSSES, Model
-from tests.shards import COLLECTIVES, GROUP, captured, split
+from tests.shards import COLLECTIVES, GROUP, captured, normal_form, split
 
 aten = torch.ops.aten
 SEQUENCE = Options(shard="sequence")
@@ -193,6 +193,42 @@ def test_what_is_read_with_scores_by_class_is_compared() -> None:
         left = without(now, inputs=tuple(other for other in agreement.inputs if other != name))
         with pytest.raises(VerifyError, match=f"do not compare {name}, which"):
             shard_judge.check(graph, left, "shard")
+
+
+class Scaled(nn.Module):
+    """A model whose embeddings are scaled by what one rank has, or by what the ranks have, each a part."""
+
+    def __init__(self, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.scale = build("llama", 1), scale
+        self.model.tokens.register_forward_hook(lambda module, args, rows: rows * self.scale(self.factor))
+        self.register_buffer("factor", torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda x: COLLECTIVES.broadcast(x, 0, GROUP),
+        lambda x: COLLECTIVES.all_gather_into_tensor(x[: WIDTH // 2], 2, GROUP),
+        lambda x: COLLECTIVES.all_gather_into_tensor_coalesced([x[: WIDTH // 2]], 2, GROUP)[0],
+        lambda x: COLLECTIVES.all_reduce(x, "max", GROUP),
+        lambda x: COLLECTIVES.all_reduce_coalesced([x], "sum", GROUP)[0],
+    ],
+    ids=["broadcast", "gather", "gathers", "maximum", "sums"],
+)
+def test_what_the_ranks_get_from_each_other_is_not_compared(scale: Callable[[Tensor], Tensor]) -> None:
+    with planned_for({GROUP: range(2)}):
+        graph = normal_form(split(Scaled(scale), 0, 2), (batch(),))
+        now = shard.apply(graph, shard.decide(graph, SEQUENCE))
+        shard_judge.check(graph, now, "shard")
+    names = {node.name: port.name for node, port in zip(placeholders(now.graph), now.inputs, strict=True)}
+    (agreement,) = now.agreements
+    compared = {names[name] for name in agreement.inputs}
+    assert "factor" not in compared, compared
 
 
 def test_parts_of_a_head_are_not_compared() -> None:
