@@ -5,7 +5,7 @@ follows the term down to inputs, tensors of the graph and random numbers. These 
 before the first step, see :class:`roamc.graph.Agreement`:
 
     own_part(x + b), norm(T, w)      x, b and w are asked for
-    x = all_reduce(mm(y, w))         nothing below a sum, a gather or a broadcast of the group is: its ranks have that alike
+    x = all_reduce(mm(y, w))         nothing below a sum, gather or broadcast of the group is: its ranks have that alike
 
 This module shares no code with :mod:`roamc.passes.shard.agree`, which says what they compare.
 """

@@ -6,20 +6,24 @@ what. Passes join and rename operators, and bring these names along. The judge g
 
     captured    tensors of the caller that an update writes, and the value of the gradient that it waits for
     later       the first operator of UPDATE that writes such a tensor stands behind what makes this value
+
+Tensors may be parts of one storage, such as parameters in a flat buffer. Each waits for its own gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
 from roamc.errors import VerifyError, way_out
-from roamc.graph.storage_ids import StorageId, ids_of
+from roamc.graph.storage_ids import StorageId, placed
 from roamc.graph.train_graph import Phase, TrainGraph, placeholders
 from roamc.operators import ops
+from roamc.units import Bytes
 
 if TYPE_CHECKING:
     from roamc.graph.value_flow import Walk
@@ -32,12 +36,13 @@ class Updates:
     """When the gradients of a graph are there, and when its updates begin.
 
     Attributes:
-        waits: name of an input that updates write to the numbers of the gradients that they wait for, and their names.
+        waits: name of an input that updates write to the number of the gradient that the first of them waits for, and
+            its name.
         begun: name of an input to the position of the first operator of UPDATE that writes it, among all operators.
         there: number of a value that is not made in FORWARD to the position of the operator behind which it is there.
     """
 
-    waits: Mapping[str, Mapping[Number, str]] = field(default_factory=dict)
+    waits: Mapping[str, tuple[Number, str]] = field(default_factory=dict)
     begun: Mapping[str, int] = field(default_factory=dict)
     there: Mapping[Number, int] = field(default_factory=dict)
 
@@ -50,9 +55,10 @@ class Recorder:
 
     def __init__(self, graph: TrainGraph) -> None:
         self.graph = graph
-        self.inputs: dict[StorageId, str] = {}
-        if Phase.UPDATE in graph.phase.values():
-            self.inputs = {storage: node.name for node in placeholders(graph.graph) for storage in ids_of(node)}
+        self.inputs: dict[StorageId, dict[str, tuple[Bytes, Bytes]]] = {}
+        for node in placeholders(graph.graph) if Phase.UPDATE in graph.phase.values() else ():
+            for _, tensor, storage in placed(node):
+                self.inputs.setdefault(storage, {})[node.name] = _span(tensor)
         self.awaited = set(graph.waits.values())
         self.numbers: dict[str, Number] = {}
         self.writes: dict[str, list[str]] = {}
@@ -86,18 +92,34 @@ class Recorder:
 
     def _note_writes(self, node: fx.Node) -> None:
         for argument in ops.mutated_arguments(node):
-            names = [self.inputs[storage] for storage in ids_of(argument) if storage in self.inputs]
+            names = list(self._names(argument))
             self.writes.setdefault(node.name, []).extend(names)
             for name in names:
                 self.begun.setdefault(name, self.position)
 
+    def _names(self, written: fx.Node) -> Iterator[str]:
+        """The inputs in whose memory ``written`` lies: those that begin and end there, else all it reaches into."""
+        for _, tensor, storage in placed(written):
+            begin, end = _span(tensor)
+            spans = self.inputs.get(storage, {})
+            same = [name for name, span in spans.items() if span == (begin, end)]
+            yield from same or (name for name, (first, last) in spans.items() if first < end and begin < last)
+
     def finished(self) -> Updates:
         """Return what was noted; the walk is at its end."""
-        waits: dict[str, dict[Number, str]] = {}
-        for update, gradient in self.graph.waits.items():
-            for name in self.writes.get(update, ()) if gradient in self.numbers else ():
-                waits.setdefault(name, {})[self.numbers[gradient]] = gradient
+        waits: dict[str, tuple[Number, str]] = {}
+        for update, names in self.writes.items():
+            gradient = self.graph.waits.get(update, "")
+            for name in names if gradient in self.numbers else ():
+                waits.setdefault(name, (self.numbers[gradient], gradient))
         return Updates(waits, self.begun, self.there)
+
+
+def _span(tensor: torch.Tensor) -> tuple[Bytes, Bytes]:
+    """Where in its storage ``tensor`` begins and ends."""
+    begin = int(tensor.storage_offset())
+    reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return begin * tensor.itemsize, (begin + (reach if tensor.numel() else 0)) * tensor.itemsize
 
 
 def check(later: Updates, before: Updates, after: str) -> Updates:
@@ -114,12 +136,11 @@ def check(later: Updates, before: Updates, after: str) -> Updates:
     Raises:
         VerifyError: an update begins earlier; names what it writes, and the gradient.
     """
-    for name, gradients in before.waits.items():
-        for number, gradient in gradients.items():
-            there = later.there.get(number, 0)  # else inside of a group, in front of what the group writes
-            if later.begun.get(name, there) < there:
-                raise VerifyError(
-                    f"after pass {after!r}: {name} is updated before its gradient {gradient} is there, so that a step "
-                    f"that fails in between has changed it; {way_out(after)}"
-                )
+    for name, (number, gradient) in before.waits.items():
+        there = later.there.get(number, 0)  # else inside of a group, in front of what the group writes
+        if later.begun.get(name, there) < there:
+            raise VerifyError(
+                f"after pass {after!r}: {name} is updated before its gradient {gradient} is there, so that a step "
+                f"that fails in between has changed it; {way_out(after)}"
+            )
     return replace(later, waits=before.waits)

@@ -67,6 +67,32 @@ def test_what_updates_wait_for_is_remembered_from_the_captured_graph(step: Train
         value_flow.check(graph.replace(waits={}), forgotten, "reorder")
 
 
+class Flat(nn.Module):
+    """Two weights, parts of one tensor: side by side, or one behind the other."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        whole = torch.ones((8, 4) if dim == 0 else (4, 8))
+        self.first, self.second = map(nn.Parameter, whole.chunk(2, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x @ self.second).tanh() @ self.first).sum()  # the gradient of the first is there first
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parameters_in_one_storage_wait_for_their_own_gradients(dim: int) -> None:
+    graph = captured_step(Flat(dim), (torch.ones(4, 4),), lambda model, x: model(x)).graph
+    before, nodes = value_flow.read(graph, Numbers()), {node.name: node for node in operators(graph.graph)}
+    first, second = (gradient for name, (_, gradient) in before.updates.waits.items() if "state" not in name)
+    updates = {of: [nodes[name] for name, gradient in graph.waits.items() if gradient == of] for of in (first, second)}
+    for update in updates[first]:
+        nodes[second].prepend(update)
+    value_flow.check(graph, before, "reorder")
+    nodes[second].prepend(next(update for update in updates[second] if "mul_" in update.name))  # it does not read it
+    with pytest.raises(VerifyError, match=f"is updated before its gradient {second} is there"):
+        value_flow.check(graph, before, "reorder")
+
+
 def test_a_gradient_that_is_under_way_is_not_there() -> None:
     def function(x: Tensor, weight: Tensor, decayed: Tensor) -> Tensor:
         gradient = COLLECTIVES.all_reduce(x, "sum", GROUP)
