@@ -111,7 +111,7 @@ class _Shared:
         key = self.terms.key(term)
         if is_same(key, self.group):
             return False
-        if key[0] == "operator" and str(key[1]) == "roamc.own_part.default" and str(self.group) in leaves_of(key):
+        if key[0] == "operator" and str(key[1]) == "roamc.own_part.default" and _talks_to(key, self.group):
             return True
         return term in self.parts or any(self.differs[part.number] for part in terms_of(key))
 
@@ -152,7 +152,12 @@ def is_same(key: Sequence[object], group: object) -> bool:
     """Return whether a term with this ``key`` is what a collective gives all ranks of ``group``."""
     if key[0] in ("all_reduce", "classes"):
         return key[2] == group
-    return key[0] == "operator" and str(key[1]).startswith(GIVE_ALL) and str(group) in leaves_of(key)
+    return key[0] == "operator" and str(key[1]).startswith(GIVE_ALL) and _talks_to(key, group)
+
+
+def _talks_to(key: Sequence[object], group: object) -> bool:
+    """Whether the third argument is this group. Torch names groups "0", "1", ...: other arguments may read the same."""
+    return tuple(key[4:5]) == ((type(group).__name__, str(group)),)
 
 
 def terms_of(key: Sequence[object]) -> Iterator[Term]:
@@ -162,15 +167,6 @@ def terms_of(key: Sequence[object]) -> Iterator[Term]:
             yield part
         elif isinstance(part, tuple):
             yield from terms_of(part)
-
-
-def leaves_of(key: Sequence[object]) -> Iterator[object]:
-    """Yield the parts of a term's ``key``, tuples taken apart."""
-    for part in key:
-        if isinstance(part, tuple):
-            yield from leaves_of(part)
-        else:
-            yield part
 
 
 Sizes = tuple[tuple[int, bool], ...]

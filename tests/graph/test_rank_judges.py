@@ -14,6 +14,8 @@ from roamc.compat_groups import planned_for
 from roamc.errors import VerifyError
 from roamc.graph import Agreement, Phase, Role, TrainGraph, copied, operators, placeholders, shard_judge, value_flow
 from roamc.graph.ranks import with_same_plan
+from roamc.graph.shard_states import literals
+from roamc.graph.shard_terms import is_same
 from roamc.graph.value_numbers import Numbers
 from roamc.graph.verify import check_graph, constraints
 from roamc.options import Options
@@ -255,6 +257,14 @@ def test_what_the_ranks_get_from_each_other_is_not_compared(scale: Callable[[Ten
     (agreement,) = now.agreements
     compared = {names[name] for name in agreement.inputs}
     assert "factor" not in compared, compared
+
+
+def test_a_number_is_no_group() -> None:
+    """Torch names groups "0", "1" and so on."""
+    graph = traced(lambda x: COLLECTIVES.all_gather_into_tensor(x, 2, "1"), torch.zeros(4))
+    (gather,) = operators(graph.graph)
+    key = ("operator", gather.target, *literals(gather, lambda argument: argument.name))
+    assert [is_same(key, group) for group in ("0", "1", "2")] == [False, True, False]
 
 
 def test_parts_of_a_head_are_not_compared() -> None:
