@@ -28,7 +28,7 @@ from roamc.frontends.mesh import (
     parse_mesh,
     running_split,
 )
-from roamc.frontends.stages import Stage, stage_of, stage_settings
+from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings
 from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, parse_setting
 from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options, parse_options
@@ -237,6 +237,7 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
             device=device_of(request.device),
         )
     notes = notes_on(workload.model, mesh, _tp_plan(request))
+    notes += ends_note(zoo.settings_of(request.target), _stage(request))
     graph = graph.replace(in_flight=_stage(request).in_flight, notes=(*graph.notes, *notes))
     if request.device == "cuda":
         graph = graph.replace(notes=(*graph.notes, f"times are those of the device profile {options.profile}"))

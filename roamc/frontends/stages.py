@@ -94,6 +94,18 @@ def stage_settings(
     return {**ends, **settings, "layers": whole // stage.count}
 
 
+def ends_note(defaults: Mapping[str, Setting], stage: Stage) -> tuple[str, ...]:
+    """Return a sentence for a stage that has both ends of its model, as :func:`stage_settings` could leave none out.
+
+    Args:
+        defaults: all settings of the built-in model.
+        stage: the stage.
+    """
+    if stage.count == 1 or stage.ends.keys() <= defaults.keys():
+        return ()
+    return ("the model's ends are in one piece with its layers: this stage counts embedding, head and loss, all three",)
+
+
 def total_bytes(plan: Plan) -> Bytes:
     """Return what a stage needs together with what is fixed, and with the sum of each gradient over micro-batches."""
     return plan.needed_bytes + sum(plan.fixed_bytes.values()) + _gradient_bytes(plan)

@@ -18,7 +18,7 @@ from roamc.cli.commands import app
 from roamc.cli.request import Request, stages, workload_of
 from roamc.cli.stages import StagePlan, fullest
 from roamc.errors import OptionError, VerifyError
-from roamc.frontends.stages import Stage, stage_of, total_bytes
+from roamc.frontends.stages import Stage, ends_note, stage_of, total_bytes
 from roamc.frontends.workload import capture
 from roamc.graph import Role, TrainGraph, copied, output_values
 from roamc.graph.in_flight import waiting_bytes
@@ -198,3 +198,11 @@ def test_the_command_line_refuses_in_one_line(more: tuple[str, ...], said: str) 
     assert result.exit_code == 1
     assert result.output.startswith(f"error: {said}")
     assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "vit"])
+def test_a_stage_with_both_ends_says_so(name: str) -> None:
+    (note,) = ends_note(zoo.settings_of(name), Stage(0, 2))
+    assert "embedding, head and loss" in note
+    assert not ends_note(zoo.settings_of(name), Stage())
+    assert not ends_note(zoo.settings_of("gpt"), Stage(0, 2))
