@@ -89,7 +89,7 @@ def check_batch(leaves: Sequence[Any]) -> None:
         leaves: tensors and other values of a batch, as :func:`take_apart` returns them.
 
     Raises:
-        CaptureError: a tensor was computed with gradients, or has a hook.
+        CaptureError: a tensor was computed with gradients, has a hook, or wants its gradient in another dtype.
     """
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
@@ -103,6 +103,11 @@ def check_batch(leaves: Sequence[Any]) -> None:
             raise CaptureError(
                 f"a batch tensor of shape {tuple(leaf.shape)} has a gradient hook, which train_step would run behind "
                 "the update; use roamc.optimize"
+            )
+        if leaf.grad_dtype != leaf.dtype:
+            raise CaptureError(
+                f"a batch tensor of shape {tuple(leaf.shape)} and {leaf.dtype} has grad_dtype={leaf.grad_dtype}, and "
+                "train_step makes its gradient in its own dtype; leave grad_dtype out, or use roamc.optimize"
             )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from roamc.capture.parts import stand_in
 from roamc.compat import identity
@@ -27,7 +28,7 @@ def stand_for_batch(
     """Return what stands in the trace for each tensor of the batch.
 
     A tensor that requires a gradient has one stand-in, however often the batch has it, and if it is a parameter of the
-    model, that of the parameter: autograd then sums its gradient as in eager.
+    model, that of the parameter: autograd then sums its gradient as in eager. A parameter's is one to ``isinstance``.
 
     Args:
         fakes: position of each tensor among ``leaves`` to its traced value; of a DTensor, of this rank's part.
@@ -41,11 +42,16 @@ def stand_for_batch(
     for index, fake in fakes.items():
         leaf = leaves[index]
         batch[index] = shared.setdefault(id(leaf), stand_in(fake, leaf)) if leaf.requires_grad else stand_in(fake, leaf)
+        if isinstance(leaf, nn.Parameter):
+            alike: Any = batch[index]
+            alike._is_param = True  # isinstance asks for it
     return batch
 
 
 def wanted_of(batch: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the stand-ins that require a gradient, by position in the batch; each stand-in once.
+    """Return the stand-ins that get a gradient, by position in the batch; each stand-in once.
+
+    One that ``loss_fn`` has written over with what it computed with gradients gets none, as in eager.
 
     Args:
         batch: what :func:`stand_for_batch` returned.
@@ -55,7 +61,7 @@ def wanted_of(batch: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """
     wanted: dict[int, torch.Tensor] = {}
     for index, tensor in batch.items():
-        if not tensor.requires_grad or any(tensor is other for other in wanted.values()):
+        if not (tensor.requires_grad and tensor.is_leaf) or any(tensor is other for other in wanted.values()):
             continue
         if is_dtensor(tensor):
             raise CaptureError(

@@ -28,7 +28,7 @@ from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, s
 from roamc.capture.parts import check_clipping, check_placements, clipped, place_gradient, stand_in
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
 from roamc.capture.value_check import values_kept
-from roamc.compat_dtensor import gathered, part_of
+from roamc.compat_dtensor import gathered, is_dtensor, part_of
 from roamc.compat_fsdp import casts_alone
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, output_values, placeholders
@@ -190,6 +190,11 @@ def _trained(request: StepRequest, parameters: dict[str, nn.Parameter]) -> list[
                 )
             if parameter.is_complex():
                 raise CaptureError(f"{names[id(parameter)]} is complex; train_step updates real parameters only")
+            if not is_dtensor(parameter) and parameter.grad_dtype != parameter.dtype:
+                raise CaptureError(
+                    f"{names[id(parameter)]} is of {parameter.dtype} and has grad_dtype={parameter.grad_dtype}: "
+                    "train_step makes gradients in the dtype of their parameter; leave grad_dtype out"
+                )
             if parameter.requires_grad:
                 trained.append(names[id(parameter)])
     if not trained:

@@ -171,8 +171,12 @@ class BoundStep:
 
 
 def _accumulate(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Add each of ``gradients`` to the ``.grad`` of the tensor in the same place of ``leaves``, as autograd does."""
+    """Add each of ``gradients`` to the ``.grad`` of the tensor in the same place of ``leaves``, as autograd does.
+
+    A tensor that required none gets one where ``loss_fn`` has called its ``requires_grad_()``, which eager leaves so.
+    """
     for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.requires_grad_()
         if leaf.grad is None:
             leaf.grad = gradient
         else:

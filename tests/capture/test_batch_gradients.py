@@ -143,3 +143,46 @@ def test_a_tensor_that_wants_no_gradient_gets_none_from_the_same_step() -> None:
     assert x.grad is None
     assert y.grad is not None
     assert len(step.plans) == 2
+
+
+def test_a_tensor_that_the_loss_makes_require_a_gradient_is_as_eager_leaves_it() -> None:
+    """As losses with a gradient penalty do; a second step on the tensor raised behind the update of the parameters."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return of_one(model, x.requires_grad_())
+
+    mine, theirs = (noise(4, 8),), (noise(4, 8),)
+    assert_same(trained(loss_fn, mine, eager=False), trained(loss_fn, theirs, eager=True))
+    assert mine[0].requires_grad
+
+
+def test_a_tensor_that_the_loss_writes_to_with_gradients_gets_none() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return of_one(model, x.mul_(model[0].weight.sum()))  # type: ignore[index]
+
+    x = noise(4, 8)
+    roamc.train_step(model := net(), loss_fn, sgd(model), strict=True)(x)
+    assert x.grad is None
+    assert not x.requires_grad
+
+
+def test_a_parameter_of_the_batch_is_one_to_the_loss() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return of_one(model, x) * (2 if isinstance(x, nn.Parameter) else 1)
+
+    mine, theirs = (nn.Parameter(noise(4, 8)),), (nn.Parameter(noise(4, 8)),)
+    assert_same(trained(loss_fn, mine, eager=False), trained(loss_fn, theirs, eager=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_gradients_of_another_dtype_are_refused_before_anything_changes(dtype: torch.dtype | None) -> None:
+    model, x = net(), noise(4, 8).bfloat16().requires_grad_()
+    before = [p.detach().clone() for p in model.parameters()]
+    x.grad_dtype = dtype
+    with pytest.raises(roamc.CaptureError, match="grad_dtype"):
+        roamc.train_step(model, lambda model, x: of_one(model, x.float()), sgd(model))(x)
+    assert_same([p.detach() for p in model.parameters()], before)
+    (first, *_) = model.bfloat16().parameters()
+    first.grad_dtype = dtype
+    with pytest.raises(roamc.CaptureError, match=r"0\.weight .* grad_dtype"):
+        roamc.train_step(model, of_one, sgd(model))(noise(4, 8).bfloat16())
