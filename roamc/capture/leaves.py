@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from roamc.compat import identity
+from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
 
 
@@ -32,4 +34,32 @@ def check_untouched(leaves: Mapping[str, torch.Tensor], required: Mapping[str, b
             raise CaptureError(
                 f"the step sets requires_grad of {name} to {leaf.requires_grad}; set it before the step, for which a "
                 "change makes another plan"
+            )
+
+
+Memory = Mapping[str, tuple[int, torch.UntypedStorage]]
+"""Name to the number of a storage, and the storage, which keeps the number from coming again."""
+
+
+def memory_of(tensors: Mapping[str, torch.Tensor]) -> Memory:
+    """Return the storages of ``tensors``, for :func:`check_memory`."""
+    return {name: (identity(part_of(t)), part_of(t).untyped_storage()) for name, t in tensors.items()}
+
+
+def check_memory(tensors: Mapping[str, torch.Tensor], memory: Memory) -> None:
+    """Refuse a loss function that has put another tensor into ``.data`` of one: the trace has not heard of it.
+
+    Args:
+        tensors: what stands for parameters, buffers and batch tensors in the trace, by name, behind the call of the
+            loss function.
+        memory: what :func:`memory_of` returned before it.
+
+    Raises:
+        CaptureError: names a tensor.
+    """
+    for name, tensor in tensors.items():
+        if identity(part_of(tensor)) != memory[name][0]:
+            raise CaptureError(
+                f"the step assigns .data of {name}, and would go on with the values before; write into the tensor "
+                "instead, as .data.copy_() does"
             )

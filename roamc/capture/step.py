@@ -23,7 +23,7 @@ from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_values import as_values
 from roamc.capture.in_place_views import as_views
-from roamc.capture.leaves import check_untouched
+from roamc.capture.leaves import check_memory, check_untouched, memory_of
 from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
 from roamc.capture.parts import check_clipping, check_placements, clipped, place_gradient, stand_in
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
@@ -281,6 +281,8 @@ class _Trace:
         batch = stand_for_batch(fed, self.request.leaves, {id(real): stand_ins[name] for name, real in reals.items()})
         values = [batch.get(index, leaf) for index, leaf in enumerate(self.request.leaves)]
         model, required = self.request.model, {name: leaf.requires_grad for name, leaf in leaves.items()}
+        given = {**stand_ins, **{f"batch[{index}]": tensor for index, tensor in batch.items()}}
+        memory = memory_of(given)
         with (
             put_back(tuple(model.modules())) as self.changes,
             torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, stand_ins),
@@ -289,6 +291,7 @@ class _Trace:
         ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(values))
             check_untouched(leaves, required)
+            check_memory(given, memory)
             check_loss(loss)
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
             whole_loss = gathered(loss)  # by now: backward begins behind it

@@ -140,3 +140,19 @@ def test_a_conversion_of_the_model_is_refused_in_one_line(convert: Callable[[nn.
         step(noise(4, 8))
     assert "\n" not in str(refused.value)
     assert_same(tensors_of(model), before)
+
+
+@pytest.mark.parametrize("name", ["inner.weight", "scale", "x"])
+def test_data_that_is_assigned_is_refused(name: str) -> None:
+    """It was passed over without a word: the step went on with the values before."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        tensor = {**model.state_dict(keep_vars=True), "x": x}[name]
+        tensor.data = tensor.data * 0.5
+        return square(model, x)
+
+    model = Model()
+    before = tensors_of(model)
+    with pytest.raises(roamc.CaptureError, match=r"assigns \.data of .*, and would"):
+        roamc.train_step(model, loss_fn, torch.optim.SGD(model.parameters()))(noise(4, 8))
+    assert_same(tensors_of(model), before)
