@@ -1,4 +1,4 @@
-"""Refusals of what a loss function does to parameters that eager PyTorch would keep and a planned step would not."""
+"""Refusals of parameters, and of what a loss does to them, that a planned step would treat otherwise than eager."""
 
 from __future__ import annotations
 
@@ -7,8 +7,23 @@ from collections.abc import Mapping
 import torch
 
 from roamc.compat import identity
-from roamc.compat_dtensor import part_of
+from roamc.compat_dtensor import is_dtensor, part_of
 from roamc.errors import CaptureError
+
+
+def check_dtypes(name: str, parameter: torch.Tensor) -> None:
+    """Refuse a parameter that is complex, or whose gradient is to have another dtype.
+
+    Raises:
+        CaptureError: names the parameter.
+    """
+    if parameter.is_complex():
+        raise CaptureError(f"{name} is complex; train_step updates real parameters only")
+    if not is_dtensor(parameter) and parameter.grad_dtype != parameter.dtype:
+        raise CaptureError(
+            f"{name} is of {parameter.dtype} and has grad_dtype={parameter.grad_dtype}: train_step makes gradients in "
+            "the dtype of their parameter; leave grad_dtype out"
+        )
 
 
 def check_untouched(leaves: Mapping[str, torch.Tensor], required: Mapping[str, bool]) -> None:

@@ -23,12 +23,12 @@ from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_values import as_values
 from roamc.capture.in_place_views import as_views
-from roamc.capture.leaves import check_memory, check_untouched, memory_of
+from roamc.capture.leaves import check_dtypes, check_memory, check_untouched, memory_of
 from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
 from roamc.capture.parts import check_clipping, check_placements, clipped, place_gradient, stand_in
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
 from roamc.capture.value_check import values_kept
-from roamc.compat_dtensor import gathered, is_dtensor, part_of
+from roamc.compat_dtensor import gathered, part_of
 from roamc.compat_fsdp import casts_alone
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, output_values, placeholders
@@ -188,13 +188,7 @@ def _trained(request: StepRequest, parameters: dict[str, nn.Parameter]) -> list[
                     "the optimizer holds a parameter that the model does not; make the optimizer from "
                     "model.parameters() of this very model, after any change to it"
                 )
-            if parameter.is_complex():
-                raise CaptureError(f"{names[id(parameter)]} is complex; train_step updates real parameters only")
-            if not is_dtensor(parameter) and parameter.grad_dtype != parameter.dtype:
-                raise CaptureError(
-                    f"{names[id(parameter)]} is of {parameter.dtype} and has grad_dtype={parameter.grad_dtype}: "
-                    "train_step makes gradients in the dtype of their parameter; leave grad_dtype out"
-                )
+            check_dtypes(names[id(parameter)], parameter)
             if parameter.requires_grad:
                 trained.append(names[id(parameter)])
     if not trained:
@@ -281,8 +275,8 @@ class _Trace:
         batch = stand_for_batch(fed, self.request.leaves, {id(real): stand_ins[name] for name, real in reals.items()})
         values = [batch.get(index, leaf) for index, leaf in enumerate(self.request.leaves)]
         model, required = self.request.model, {name: leaf.requires_grad for name, leaf in leaves.items()}
-        given = {**stand_ins, **{f"batch[{index}]": tensor for index, tensor in batch.items()}}
-        memory = memory_of(given)
+        named = {**stand_ins, **{f"batch[{index}]": tensor for index, tensor in batch.items()}}
+        memory = memory_of(named)
         with (
             put_back(tuple(model.modules())) as self.changes,
             torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, stand_ins),
@@ -291,7 +285,7 @@ class _Trace:
         ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(values))
             check_untouched(leaves, required)
-            check_memory(given, memory)
+            check_memory(named, memory)
             check_loss(loss)
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
             whole_loss = gathered(loss)  # by now: backward begins behind it
