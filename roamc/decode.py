@@ -83,4 +83,6 @@ def _is_number(data: object, hint: type) -> bool:
 
 
 def _words(hint: Any) -> str:
+    if hint in (int, float):
+        return f"{hint.__name__} from 0 on"
     return str(hint) if typing.get_origin(hint) is not None or hint is Any else str(hint.__name__)

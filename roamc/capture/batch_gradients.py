@@ -57,10 +57,15 @@ def wanted_of(batch: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         batch: what :func:`stand_for_batch` returned.
 
     Raises:
-        CaptureError: one is a DTensor; says its shape.
+        CaptureError: one is a DTensor, or ``loss_fn`` has assigned ``.grad`` of one; says its shape.
     """
     wanted: dict[int, torch.Tensor] = {}
     for index, tensor in batch.items():
+        if tensor.is_leaf and tensor.grad is not None:
+            raise CaptureError(
+                f"loss_fn assigns .grad of a batch tensor of shape {tuple(tensor.shape)}, and the step would lose it; "
+                "assign it outside of the step"
+            )
         if not (tensor.requires_grad and tensor.is_leaf) or any(tensor is other for other in wanted.values()):
             continue
         if is_dtensor(tensor):

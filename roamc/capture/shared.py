@@ -51,7 +51,7 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: Mapping[
         if mine[0].kind == "batch" and not written.isdisjoint(mine):
             raise CaptureError(
                 f"{_words(mine[0], tensors)} shares memory with {_words(mine[1], tensors)}, and the step writes there; "
-                "pass its .clone()"
+                "pass its .detach().clone()"
             )
 
 

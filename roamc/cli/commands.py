@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -192,9 +193,10 @@ def plan(
     sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
     budgets = memory_budget or []
     with _reported(debug, as_json):
+        number = None if stage == ALL else _stage_number(stage, f", or {ALL}")
         request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
                           budgets[0] if len(budgets) == 1 else None, tuple(option or ()), device, profile, mesh,
-                          tuple(tp_plan or ()), None if stage == ALL else _stage_number(stage))  # fmt: skip
+                          tuple(tp_plan or ()), number)  # fmt: skip
         if stage == ALL:
             _stages(request, budgets, save, as_json)
             return
@@ -430,11 +432,13 @@ def _stages(request: Request, budgets: list[str], save: Path | None, as_json: bo
         raise _DoesNotFit(DOES_NOT_FIT)
 
 
-def _stage_number(stage: str | None) -> int | None:
-    """The number of the stage that ``--stage`` names; None where it is left out."""
-    if stage is None or stage.isdecimal():
-        return None if stage is None else int(stage)
-    raise OptionError(f"--stage takes the number of one stage, from 0, or for roamc plan {ALL}, not {stage!r}")
+def _stage_number(stage: str | None, others: str = "") -> int | None:
+    """The number of the stage that ``--stage`` names, which is none of ``others``; None where it is left out."""
+    if stage is None:
+        return None
+    if re.fullmatch("[0-9]{1,9}", stage):
+        return int(stage)
+    raise OptionError(f"--stage takes the number of one stage, from 0{others}, not {stage[:60]!r}")
 
 
 def _only(budgets: list[str] | None) -> str | None:

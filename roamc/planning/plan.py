@@ -247,6 +247,8 @@ def _from_dict(data: Any) -> Plan:
             _check_size(number, f"plan: {item.name}")
     if not 1 <= plan.threads <= MOST_THREADS:
         raise PlanError(f"plan: threads must be at least 1 and at most {MOST_THREADS}, not {plan.threads}")
+    if plan.in_flight < 1:
+        raise PlanError(f"plan: in_flight must be at least 1, not {plan.in_flight}")
     if plan.status not in STATUSES:
         raise PlanError(f"plan: status must be one of {', '.join(STATUSES)}, not {plan.status!r}")
     return dataclasses.replace(plan, decisions={name: _frozen(item, name) for name, item in plan.decisions.items()})

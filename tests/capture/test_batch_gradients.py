@@ -186,3 +186,14 @@ def test_gradients_of_another_dtype_are_refused_before_anything_changes(dtype: t
     first.grad_dtype = dtype
     with pytest.raises(roamc.CaptureError, match=r"0\.weight .* grad_dtype"):
         roamc.train_step(model, of_one, sgd(model))(noise(4, 8).bfloat16())
+
+
+def test_a_gradient_that_the_loss_assigns_is_refused() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        x.grad = torch.ones_like(x)
+        return model(x).square().sum()
+
+    model = nn.Linear(8, 4)
+    step = roamc.train_step(model, loss_fn, sgd(model))
+    with pytest.raises(roamc.CaptureError, match=r"assigns \.grad of a batch tensor of shape \(4, 8\)"):
+        step(noise(4, 8).requires_grad_())

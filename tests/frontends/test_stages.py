@@ -186,8 +186,8 @@ def test_what_is_no_stage_is_refused_in_one_line(run: Callable[[], Any], message
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("plan", "--stage", "one"), "--stage takes the number of one stage, from 0, or for roamc plan all, not 'one'"),
-        (("explain", "--stage", "all"), "--stage takes the number of one stage"),
+        (("plan", "--stage", "one"), "--stage takes the number of one stage, from 0, or all, not 'one'"),
+        (("explain", "--stage", "all"), "--stage takes the number of one stage, from 0, not 'all'"),
         (("plan", "--stage", "all", "--save", "plan.json"), "--stage all plans each stage once"),
         (("plan", "--stage", "3"), "there is no stage 3: pp=3 has stages 0 to 2"),
     ],

@@ -144,9 +144,14 @@ def test_field_of_another_type_is_named(name: str, value: object) -> None:
         Plan.from_json(changed(**{name: value}))
 
 
+def test_no_micro_batch_in_flight_is_refused() -> None:
+    with pytest.raises(PlanError, match="plan: in_flight must be at least 1, not 0"):
+        Plan.from_json(changed(in_flight=0))
+
+
 @pytest.mark.parametrize("name", [name for name in FIELDS if name.endswith("_bytes") and name != "fixed_bytes"])
 def test_negative_size_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=f"plan: {name} must be int, not '-1'"):
+    with pytest.raises(PlanError, match=f"plan: {name} must be int from 0 on, not '-1'"):
         Plan.from_json(changed(**{name: -1}))
 
 
