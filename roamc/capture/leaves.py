@@ -78,3 +78,22 @@ def check_memory(tensors: Mapping[str, torch.Tensor], memory: Memory) -> None:
                 f"the step assigns .data of {name}, and would go on with the values before; write into the tensor "
                 "instead, as .data.copy_() does"
             )
+
+
+def check_same_parameters(model: torch.nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a loss function that has given a module another parameter: the optimizer would not know of it.
+
+    Args:
+        model: the model, with the stand-ins in the place of its parameters, behind the call of the loss function.
+        stand_ins: what stands for parameters and buffers in the trace, by name.
+
+    Raises:
+        CaptureError: names the parameter.
+    """
+    stand_in_ids = set(map(id, stand_ins.values()))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in stand_in_ids:
+            raise CaptureError(
+                f"the step puts another parameter into {name}, which the optimizer does not update; change the model "
+                "before the step"
+            )

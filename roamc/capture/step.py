@@ -23,7 +23,7 @@ from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.hooks import check_hooks, follow_hooks
 from roamc.capture.in_place_values import as_values
 from roamc.capture.in_place_views import as_views
-from roamc.capture.leaves import check_dtypes, check_memory, check_untouched, memory_of
+from roamc.capture.leaves import check_dtypes, check_memory, check_same_parameters, check_untouched, memory_of
 from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
 from roamc.capture.parts import check_clipping, check_placements, clipped, place_gradient, stand_in
 from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
@@ -286,6 +286,7 @@ class _Trace:
             loss = self.request.loss_fn(model, *self.request.rebuild(values))
             check_untouched(leaves, required)
             check_memory(named, memory)
+            check_same_parameters(model, stand_ins)
             check_loss(loss)
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
             whole_loss = gathered(loss)  # by now: backward begins behind it

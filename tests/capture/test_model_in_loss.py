@@ -162,3 +162,18 @@ def test_data_that_is_assigned_is_refused(name: str) -> None:
     with pytest.raises(roamc.CaptureError, match=r"assigns \.data of .*, and would"):
         roamc.train_step(model, loss_fn, torch.optim.SGD(model.parameters()))(noise(4, 8))
     assert_same(tensors_of(model), before)
+
+
+@pytest.mark.parametrize("name", ["weight", "extra"])
+def test_a_new_parameter_is_refused(name: str) -> None:
+    """The second step went on with the first one's values, without a word."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        model.inner.register_parameter(name, nn.Parameter(torch.ones(8, 8)))  # type: ignore[operator]
+        return square(model, x)
+
+    model = Model()
+    before = tensors_of(model)
+    with pytest.raises(roamc.CaptureError, match=rf"puts another parameter into inner\.{name}"):
+        roamc.train_step(model, loss_fn, torch.optim.SGD(model.parameters()))(noise(4, 8))
+    assert_same(tensors_of(model), before)
