@@ -12,6 +12,7 @@ Tensors may be parts of one storage, such as parameters in a flat buffer. Each w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -64,7 +65,6 @@ class Recorder:
         self.writes: dict[str, list[str]] = {}
         self.begun: dict[str, int] = {}
         self.there: dict[Number, int] = {}
-        self.waited: set[Number] = set()
         self.position = 0
 
     def note(self, walk: Walk, node: fx.Node) -> None:
@@ -79,13 +79,11 @@ class Recorder:
             self._note_writes(node)
 
     def _note_values(self, walk: Walk, node: fx.Node) -> None:
-        late = ops.rule(node.target).finishes is not None  # what it waits for was not there before
+        waits = ops.rule(node.target).finishes is not None  # and gives its argument, which is there by now
+        there = waits or not (ops.is_view(node.target) or _is_under_way(node))
         for place in walk.numbers.places(node):
             number = walk.content(place)
-            if late and number not in self.waited:
-                self.waited.add(number)
-                self.there[number] = self.position
-            elif not ops.is_view(node.target):
+            if there:
                 self.there.setdefault(number, self.position)
             if node.name in self.awaited:
                 self.numbers[node.name] = number
@@ -113,6 +111,16 @@ class Recorder:
             for name in names if gradient in self.numbers else ():
                 waits.setdefault(name, (self.numbers[gradient], gradient))
         return Updates(waits, self.begun, self.there)
+
+
+def _is_under_way(node: fx.Node) -> bool:
+    """Whether a later operator waits for the end of ``node``, or of that of which ``node`` is a result."""
+    if node.target is operator.getitem:
+        return _is_under_way(node.args[0])  # type: ignore[arg-type]
+    users = [node, *(user for user in node.users if user.target is operator.getitem)]
+    readers = [(user, value) for value in users for user in value.users]
+    positions = [(user, value, ops.rule(user.target).finishes) for user, value in readers if user.op == "call_function"]
+    return any(at is not None and user.args[at] is value for user, value, at in positions)
 
 
 def _span(tensor: torch.Tensor) -> tuple[Bytes, Bytes]:

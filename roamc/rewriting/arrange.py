@@ -6,7 +6,7 @@ Views and results picked out of tuples do no work: they move with the operator t
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from torch import fx
 
@@ -34,7 +34,8 @@ def arrange(graph: TrainGraph, order: Sequence[str]) -> TrainGraph:
         order: names of all operators that do work, see :class:`roamc.graph.memory.Operator`.
 
     Returns:
-        The graph with the same FX graph, its ``phase`` without the erased nodes.
+        The graph with the same FX graph, its ``phase`` without the erased nodes; an update that waits for one of them
+        waits for the operator that makes it.
 
     Raises:
         PlanError: ``order`` is not a permutation of the operators, or has one in front of what it reads.
@@ -51,9 +52,17 @@ def arrange(graph: TrainGraph, order: Sequence[str]) -> TrainGraph:
                 placed[user] = None
     for argument in output_node(graph.graph).all_input_nodes:
         _place(argument, operator_names, placed)
+    waits = {update: _standing(by_name[gradient], placed).name for update, gradient in graph.waits.items()}
     _relink(graph.graph, list(placed))
     phase = {name: node_phase for name, node_phase in graph.phase.items() if by_name[name] in placed}
-    return graph.replace(phase=phase)
+    return graph.replace(phase=phase, waits=waits)
+
+
+def _standing(node: fx.Node, placed: Container[fx.Node]) -> fx.Node:
+    """``node``, or what it is a view of if it is not ``placed``."""
+    while node not in placed:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _place(node: fx.Node, operator_names: set[str], placed: dict[fx.Node, None]) -> None:
