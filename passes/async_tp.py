@@ -67,14 +67,17 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         return Decision()
     written = _Written(graph)
     gathers, scatters = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]]()
+    sums: dict[str, tuple[str, ...]] = {}
     for node in operators(graph.graph):
         if node.target not in (ALL_GATHER, REDUCE_SCATTER) or not _counts(graph, group_of(node), options):
             continue
         if products := _names(_products(graph, node, written)):
             gathers[node.name] = products
-        elif (reduced := _names(_reduced(graph, node, written).products)) and _all(gathers).isdisjoint(reduced):
-            scatters[node.name] = reduced
-    return _faster(graph, Decision(gathers, scatters), options)
+            continue
+        reduced = _reduced(graph, node, written)
+        if reduced.products and _all(gathers).isdisjoint(_names(reduced.products)):
+            scatters[node.name], sums[node.name] = _names(reduced.products), _names(reduced.sums)
+    return _faster(graph, Decision(gathers, scatters), sums, options)
 
 
 def _counts(graph: TrainGraph, group: object, options: Options) -> bool:
@@ -93,13 +96,15 @@ def _all(gathers: Mapping[str, tuple[str, ...]]) -> set[str]:
     return {name for names in gathers.values() for name in names}
 
 
-def _faster(graph: TrainGraph, decision: Decision, options: Options) -> Decision:
-    """The part of ``decision`` whose operators take less time by the device profile."""
+def _faster(graph: TrainGraph, decision: Decision, sums: Mapping[str, tuple[str, ...]], options: Options) -> Decision:
+    """The part of ``decision`` whose operators take less time by the device profile.
+
+    ``sums`` are the operators that add up the products of each reduce-scatter.
+    """
     if decision == Decision():
         return decision
     profile = load_profile(main_device(graph), options.profile)
-    apart, nodes, written = prices(graph, profile), {node.name: node for node in graph.graph.nodes}, _Written(graph)
-    sums = {name: _names(_reduced(graph, nodes[name], written).sums) for name in decision.scatters}
+    apart = prices(graph, profile)
     at_once = prices(apply(copied(graph), decision), profile)
 
     def pays(collective: str, *products: str) -> bool:

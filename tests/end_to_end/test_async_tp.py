@@ -94,7 +94,7 @@ def check_parts(x: Tensor, a: Tensor, b: Tensor, c: Tensor, ranks: int, name: st
 def step(kind: str, budget: str | None, at_once: str) -> tuple[float, dict[str, Tensor], str]:
     """Loss, gradients and plan of the second of two steps, in each of the ranks."""
     torch._dynamo.reset()
-    async_tp._faster = lambda graph, decision, options: decision  # however small
+    async_tp._faster = lambda graph, decision, sums, options: decision  # however small
     split = "parallelize_module"
     options: dict[str, Any] = {"strict": True, "shard": "sequence", "disable": "products", "numerics": "fast"}
     options |= {"async_tp": at_once, **({"memory_budget": budget} if budget else {})}

@@ -51,7 +51,7 @@ def sharded(kind: str = "llama") -> TrainGraph:
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every collective is worth it, however small."""
-    monkeypatch.setattr(async_tp, "_faster", lambda graph, decision, options: decision)
+    monkeypatch.setattr(async_tp, "_faster", lambda graph, decision, sums, options: decision)
 
 
 def decided(function: Callable[..., Any], *inputs: Tensor, phases: str = "") -> Decision:
@@ -104,7 +104,7 @@ def test_exact_and_off_leave_all_as_it_is() -> None:
 def test_groups_with_symmetric_memory_are_taken_by_themselves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, auto = sharded(), Options(numerics="fast", profile="a100")
     graph = with_same_plan(alone, [GROUP])
-    monkeypatch.setattr(async_tp, "_faster", lambda graph, decision, options: decision)
+    monkeypatch.setattr(async_tp, "_faster", lambda graph, decision, sums, options: decision)
     monkeypatch.setattr(async_tp, "has_symmetric_memory", {GROUP}.__contains__)
     assert async_tp.decide(graph, auto) == Decision()
     monkeypatch.setattr(async_tp, "main_device", lambda graph: torch.device("cuda"))

@@ -67,7 +67,7 @@ def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def any_collective_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the products that can run with it, whatever the links."""
-    monkeypatch.setattr("roamc.passes.async_tp._faster", lambda graph, decision, options: decision)
+    monkeypatch.setattr("roamc.passes.async_tp._faster", lambda graph, decision, sums, options: decision)
 
 
 def of_normalize() -> Example:
