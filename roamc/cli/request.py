@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from roamc import cost, progress
+from roamc import progress
 from roamc.budget import parse_budget
 from roamc.capture.moved import device_of
 from roamc.cli import zoo
 from roamc.cli.stages import StagePlan
 from roamc.codegen.source import emit
-from roamc.cost import GENERIC, load_profile
+from roamc.cost import GENERIC, load_profile, step_seconds
 from roamc.errors import BudgetError, OptionError, nearest
 from roamc.frontends.arguments import check_clip
 from roamc.frontends.mesh import (
@@ -180,20 +180,8 @@ def _stage_plan(request: Request, graph: TrainGraph, options: Options, seconds: 
         lowest: Any = error.plan
         return StagePlan(stage, lowest, lowest.step_seconds + lowest.added_seconds, fits=False)
     plan = _of_mesh(planned, request, mesh_of(request)).plan
-    return StagePlan(stage, plan, step_seconds(planned, options.profile), fits=True)
-
-
-def step_seconds(planned: Planned, profile: str | None) -> Seconds:
-    """Return the predicted time of a step by a device profile, of collectives what no other operator hides.
-
-    Args:
-        planned: the graph and its plan.
-        profile: name or file of the profile, as the option of that name.
-    """
-    prices = cost.prices(planned.graph, cost.load_profile(main_device(planned.graph), profile))
-    overlapped = planned.plan.decisions.get("overlap", {})
-    hidden: Seconds = overlapped.get("link_seconds", 0.0) - overlapped.get("exposed_seconds", 0.0)
-    return sum(prices.values()) - hidden
+    profile = load_profile(main_device(planned.graph), options.profile)
+    return StagePlan(stage, plan, step_seconds(planned.graph, profile), fits=True)
 
 
 def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:
