@@ -21,8 +21,9 @@ import torch
 from torch import fx
 
 from roamc.errors import VerifyError, way_out
+from roamc.graph.memory import started_by
 from roamc.graph.storage_ids import StorageId, placed
-from roamc.graph.train_graph import Phase, TrainGraph, placeholders
+from roamc.graph.train_graph import Phase, TrainGraph, operators, placeholders
 from roamc.operators import ops
 from roamc.units import Bytes
 
@@ -61,6 +62,7 @@ class Recorder:
             for _, tensor, storage in placed(node):
                 self.inputs.setdefault(storage, {})[node.name] = _span(tensor)
         self.awaited = set(graph.waits.values())
+        self.starts = {started_by(node) for node in operators(graph.graph)} if self.inputs else set()
         self.numbers: dict[str, Number] = {}
         self.writes: dict[str, list[str]] = {}
         self.begun: dict[str, int] = {}
@@ -80,7 +82,8 @@ class Recorder:
 
     def _note_values(self, walk: Walk, node: fx.Node) -> None:
         waits = ops.rule(node.target).finishes is not None  # and gives its argument, which is there by now
-        there = waits or not (ops.is_view(node.target) or _is_under_way(node))
+        maker = node.args[0] if node.target is operator.getitem else node
+        there = waits or not (ops.is_view(node.target) or maker in self.starts)
         for place in walk.numbers.places(node):
             number = walk.content(place)
             if there:
@@ -111,16 +114,6 @@ class Recorder:
             for name in names if gradient in self.numbers else ():
                 waits.setdefault(name, (self.numbers[gradient], gradient))
         return Updates(waits, self.begun, self.there)
-
-
-def _is_under_way(node: fx.Node) -> bool:
-    """Whether a later operator waits for the end of ``node``, or of that of which ``node`` is a result."""
-    if node.target is operator.getitem:
-        return _is_under_way(node.args[0])  # type: ignore[arg-type]
-    users = [node, *(user for user in node.users if user.target is operator.getitem)]
-    readers = [(user, value) for value in users for user in value.users]
-    positions = [(user, value, ops.rule(user.target).finishes) for user, value in readers if user.op == "call_function"]
-    return any(at is not None and user.args[at] is value for user, value, at in positions)
 
 
 def _span(tensor: torch.Tensor) -> tuple[Bytes, Bytes]:
