@@ -137,15 +137,19 @@ def test_a_compiled_model_is_that_of_aot_eager(loss_fn: Loss, way: str) -> None:
     assert_same(trained(loss_fn, way), trained(loss_fn, "aot_eager"), loss_fn.__name__)
 
 
-@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.bfloat16, lambda model: model.to("cpu")])
-def test_a_conversion_of_the_model_is_refused_in_one_line(convert: Callable[[nn.Module], nn.Module]) -> None:
+def assert_refused(loss_fn: Loss, message: str) -> None:
+    """A step with ``loss_fn`` is refused in one line, and has changed nothing of the model."""
     model = Model()
     before = tensors_of(model)
-    step = roamc.train_step(model, lambda model, x: square(convert(model), x), torch.optim.SGD(model.parameters()))
-    with pytest.raises(roamc.CaptureError, match=r"converts parameters .* before the first step") as refused:
-        step(noise(4, 8))
+    with pytest.raises(roamc.CaptureError, match=message) as refused:
+        roamc.train_step(model, loss_fn, torch.optim.SGD(model.parameters()))(noise(4, 8))
     assert "\n" not in str(refused.value)
     assert_same(tensors_of(model), before)
+
+
+@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.bfloat16, lambda model: model.to("cpu")])
+def test_a_conversion_of_the_model_is_refused_in_one_line(convert: Callable[[nn.Module], nn.Module]) -> None:
+    assert_refused(lambda model, x: square(convert(model), x), r"converts parameters .* before the first step")
 
 
 @pytest.mark.parametrize("name", ["inner.weight", "scale", "x"])
@@ -157,11 +161,7 @@ def test_data_that_is_assigned_is_refused(name: str) -> None:
         tensor.data = tensor.data * 0.5
         return square(model, x)
 
-    model = Model()
-    before = tensors_of(model)
-    with pytest.raises(roamc.CaptureError, match=r"assigns \.data of .*, and would"):
-        roamc.train_step(model, loss_fn, torch.optim.SGD(model.parameters()))(noise(4, 8))
-    assert_same(tensors_of(model), before)
+    assert_refused(loss_fn, r"assigns \.data of .*, and would")
 
 
 @pytest.mark.parametrize("name", ["weight", "extra"])
@@ -172,8 +172,4 @@ def test_a_new_parameter_is_refused(name: str) -> None:
         model.inner.register_parameter(name, nn.Parameter(torch.ones(8, 8)))  # type: ignore[operator]
         return square(model, x)
 
-    model = Model()
-    before = tensors_of(model)
-    with pytest.raises(roamc.CaptureError, match=rf"puts another parameter into inner\.{name}"):
-        roamc.train_step(model, loss_fn, torch.optim.SGD(model.parameters()))(noise(4, 8))
-    assert_same(tensors_of(model), before)
+    assert_refused(loss_fn, rf"puts another parameter into inner\.{name}")
