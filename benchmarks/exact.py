@@ -12,6 +12,7 @@ step, the gradients of the last. A budget that no plan keeps is a row that says 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import itertools
 import json
@@ -110,7 +111,8 @@ def main() -> None:
     for name, dtype, threads, route in itertools.product(*axes):
         rows = fresh(__file__, name, dtype, threads, route, threads=int(threads))
         print("\n".join(map(_line, rows)), flush=True)
-        save("exact", rows, __doc__ or "")
+        date = datetime.date.today().isoformat()
+        save("exact", [{**row, "date": date} for row in rows], __doc__ or "", across_days=True)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def full() -> str:
             *_budget(_budget_rows()),
             *_falling(_rows_of("falling")),
             *_kept(_rows_of("kept")),
+            *_exact(_rows_of("exact")),
             *_collectives(_rows_of("collectives")),
             *shard_table.full(_rows_of("shard")),
             *_planning(_rows_of("planning")),
@@ -308,6 +309,31 @@ def _kept(rows: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|" + "---|" * len(kept.BUDGETS),
         *(f"| {' | '.join((*name, *map(_kept_cell, cells)))} |" for name, cells in by_route.items()),
     ]
+
+
+def _exact(rows: list[dict[str, Any]]) -> list[str]:
+    """How many programs with groups, without and under budgets, have the bits of the program without either."""
+    if not rows:
+        return []
+    by_type: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        by_type.setdefault((row["model"], row["dtype"], str(row["threads"])), []).append(row)
+    return [
+        "",
+        "Whether exact is exact: on all three ways in, without a budget and under 70 %, 40 %, `light` and `min`, "
+        "losses, gradients and parameters of three steps against the program without a budget and without pass `fuse`. "
+        "Groups are those of all programs of a row together, and so are operators that run again.",
+        "",
+        "| model | dtype | threads | programs | refused | same bits | tensors compared | groups | run again |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(f"| {' | '.join((*name, *_exact_cells(group)))} |" for name, group in sorted(by_type.items())),
+    ]
+
+
+def _exact_cells(rows: list[dict[str, Any]]) -> list[str]:
+    ran = [row for row in rows if "equal" in row]
+    totals = [sum(row[key] for row in ran) for key in ("compared", "groups", "reruns")]
+    return list(map(str, [len(rows), len(rows) - len(ran), sum(row["equal"] for row in ran), *totals]))
 
 
 def _collectives(rows: list[dict[str, Any]]) -> list[str]:
