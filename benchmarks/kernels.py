@@ -2,11 +2,12 @@
 
     python -m benchmarks.kernels [MODEL ...]
 
-Models of roamc's zoo in bfloat16 with numerics="fast", captured for a GPU on fake tensors. Launches are counted for
+Models of roamc's zoo, and those of benchmarks/models.py at their small sizes, in bfloat16 with numerics="fast",
+captured for a GPU on fake tensors. Kernels are those of the whole step with AdamW. Launches are counted for
 forward and backward, before and behind passes masks and fuse, beside what Inductor's scheduler makes of the same graph,
 and for the whole step with AdamW. Bytes that a kernel moves follow from its text: each operand once for every line that
 loads it, each result once, partial sums twice; least are all that it needs and makes, once. Registers, shared memory
-and spilled bytes are what ptxas says for A100 and H100.
+and spilled bytes are what the assemblers say for A100, H100 and MI300.
 
 Where a GPU is, each kernel is also timed, in turn with its operators and with torch.compile's kernels for them; its
 share is that of the DRAM's peak.
@@ -27,15 +28,18 @@ from torch import fx
 
 from benchmarks import inductor_kernels
 from benchmarks._measure import fresh, save
+from benchmarks.models import WORKLOADS, make
 from roamc.cli import zoo
-from roamc.frontends.workload import capture
+from roamc.frontends.workload import Workload, capture
 from roamc.graph import TrainGraph, operators, placeholders
 from roamc.graph.storage_ids import ids_of
 from roamc.operators import ops
 from roamc.operators.blocks import only_tensor
-from roamc.operators.gpu.ahead import compiled
+from roamc.operators.gpu.ahead import TARGETS, compiled
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel_keys import nameless
+from roamc.operators.gpu.multi_tensor import MultiTensorKernel
+from roamc.operators.gpu.operands import is_number
 from roamc.operators.gpu.shifts import columns_before, moves_columns
 from roamc.options import Options
 from roamc.passes import fuse, masks, normalize
@@ -49,7 +53,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name to the model of the zoo and its settings."""
 
-TARGETS = ("sm_80", "sm_90")
 ROUNDS = 25
 FAST = Options(numerics="fast")
 
@@ -59,18 +62,19 @@ def worker(name: str) -> dict[str, Any]:
     graph = _captured(name, whole=False)
     rival = inductor_kernels.kernels(graph)
     before = launches(graph)
-    graph = _grouped(graph)
-    alike: dict[str, list[FusedKernel]] = {}
-    for node in operators(graph.graph):
-        if isinstance(node.target, FusedKernel):
-            alike.setdefault(nameless(node.target.text.source), []).append(node.target)
+    after = launches(_grouped(graph))
     step = _captured(name, whole=True)
     step_before = launches(step)
+    step = _grouped(step)
+    alike: dict[str, list[FusedKernel]] = {}
+    for node in operators(step.graph):
+        if isinstance(node.target, FusedKernel):
+            alike.setdefault(nameless(node.target.text.source), []).append(node.target)
     return {
         "model": name,
         "groups": sum(map(len, alike.values())),
-        "launches": {"before": before, "after": launches(graph)},
-        "step launches": {"before": step_before, "after": launches(_grouped(step))},
+        "launches": {"before": before, "after": after},
+        "step launches": {"before": step_before, "after": launches(step)},
         "torch.compile": rival,
         "kernels": [_kernel(groups) for groups in alike.values()],
     }
@@ -78,10 +82,15 @@ def worker(name: str) -> dict[str, Any]:
 
 def _captured(name: str, *, whole: bool) -> TrainGraph:
     """The graph of a model, or of its whole step, on fake tensors of a GPU."""
-    model, settings = MODELS[name]
-    device = torch.device("cuda")
-    graph = capture(zoo.make(model, settings), forward_backward=not whole, device=device)
+    graph = capture(_workload(name), forward_backward=not whole, device=torch.device("cuda"))
     return normalize.apply(graph, normalize.decide(graph, FAST))
+
+
+def _workload(name: str) -> Workload:
+    if name in MODELS:
+        return zoo.make(*MODELS[name])
+    work = make(name, HALF["dtype"])
+    return Workload(name, work.model, work.batch, work.loss)
 
 
 def _grouped(graph: TrainGraph) -> TrainGraph:
@@ -104,6 +113,8 @@ def _kernel(groups: list[FusedKernel]) -> dict[str, Any]:
         "columns": group.matrix.columns,
         "moved": moved,
         "least": least,
+        "reads": group.text.reads,
+        "partials": 0 if group.text.partials is None else group.text.partials.nbytes,
         "takes": [asdict(one) for target in TARGETS for one in compiled(group, target)],
         **({} if not torch.cuda.is_available() else measured(group, least)),
     }
@@ -115,19 +126,30 @@ def bytes_moved(group: FusedKernel) -> tuple[Bytes, Bytes]:
     An operand that the text does not load counts nothing. What is the same for several rows is in a cache when it is
     loaded again; so is what a program loads once more at other columns of its rows, and a slice of another operand.
     """
-    text, inputs, moves = group.text, placeholders(group.body), moves_columns(group.nodes)
-    head = re.search(rf"def {text.function}\(([^)]*)\)", text.source)
-    assert head is not None, f"{text.function} has no head"
+    text, loads = group.text, _loads(group)
     moved = least = 0
-    for node, name in zip(inputs, head[1].split(", "), strict=False):
-        count = len(re.findall(rf"tl\.load\({name}\b", text.source))
-        count = min(count, 1) if moves else count
-        if count and not any(_is_slice(node, other) for other in inputs):
+    for node, count in loads.items():
+        if count and not any(_is_slice(node, other) for other in loads):
             once = _distinct(only_tensor(node))
             moved, least = moved + count * once, least + once
-    results = sum(_distinct(only_tensor(node)) for node in group.results)
+    inputs = placeholders(group.body)
+    stored = sum(_distinct(only_tensor(node)) for node in (*group.results, *(inputs[at] for at in group.writes)))
     partials = 0 if text.partials is None else 2 * text.partials.nbytes
-    return moved + results + partials, least + results
+    return moved + stored + partials, least + stored
+
+
+def _loads(group: FusedKernel) -> dict[fx.Node, int]:
+    """Every operand that is a tensor, and how many lines of the kernel load it."""
+    inputs, form = placeholders(group.body), group.form if isinstance(group, MultiTensorKernel) else group
+    head = re.search(rf"def {form.text.function}\(([^)]*)\)", form.text.source)
+    assert head is not None, f"{form.text.function} has no head"
+    names = head[1].split(", ")[: len(placeholders(form.body))]
+    counts = [len(re.findall(rf"tl\.load\({name}\b", form.text.source)) for name in names]
+    if moves_columns(group.nodes):
+        counts = [min(count, 1) for count in counts]
+    parts = [part.arguments for part in group.parts] if isinstance(group, MultiTensorKernel) else [range(len(inputs))]
+    loads = {inputs[at]: count for part in parts for at, count in zip(part, counts, strict=True)}
+    return {node: count for node, count in loads.items() if not is_number(node)}
 
 
 def _is_slice(node: fx.Node, other: fx.Node) -> bool:
@@ -149,13 +171,17 @@ def _distinct(tensor: torch.Tensor) -> Bytes:
 
 
 def measured(group: FusedKernel, least: Bytes) -> dict[str, Any]:
-    """Time a kernel on the GPU that is there, in turn with its operators and with torch.compile's kernels for them."""
-    operands = [_filled(only_tensor(node)) for node in placeholders(group.body)]
+    """Time a kernel on the GPU that is there, in turn with its operators and with torch.compile's kernels for them.
+
+    Where the kernel writes over operands, the others return what it would write.
+    """
+    inputs = placeholders(group.body)
+    operands = [1.0 if is_number(node) else _filled(only_tensor(node)) for node in inputs]
     results = [only_tensor(node) for node in group.results]
     outs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in results]
     module = fx.GraphModule({}, group.body)
     runs: dict[str, Callable[[], Any]] = {
-        "ours": lambda: group.write(*operands, out=outs[0] if len(outs) == 1 else tuple(outs)),
+        "ours": lambda: group.write(*operands, out=(*outs, None)[0] if len(outs) < 2 else tuple(outs)),
         "operators": lambda: module(*operands),
         "compile": (lambda function: lambda: function(*operands))(torch.compile(module, dynamic=False)),
     }
@@ -194,7 +220,7 @@ def _filled(fake: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Count and compile for every model; print a line for each; write the results file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("models", nargs="*", default=[*MODELS, *WORKLOADS])
     parser.add_argument("--worker")
     options = parser.parse_args()
     if options.worker:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from roamc.graph import TrainGraph, operators
-from roamc.operators.gpu.ahead import CAPABILITIES, Compiled, compiled
+from roamc.operators.gpu.ahead import Compiled, compiled
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel_keys import described
 from roamc.report.origin import origin, parameter_names
+
+TARGETS = ("sm_80", "sm_90")
+"""The GPUs that a report names."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,6 @@ def kernels(graph: TrainGraph, say: Callable[[str], None] = lambda stage: None) 
     reports = []
     for number, ((line, _), groups) in enumerate(alike.items()):
         say(f"compiling kernel {number + 1} of {len(alike)}")
-        targets = tuple(one for name in CAPABILITIES for one in compiled(groups[0], name))
+        targets = tuple(one for name in TARGETS for one in compiled(groups[0], name))
         reports.append(KernelReport(line, groups[0].title, len(groups), targets))
     return tuple(reports)

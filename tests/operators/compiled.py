@@ -9,20 +9,15 @@ import argparse
 import functools
 import itertools
 import re
-from pathlib import Path
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from roamc.operators import blocks
 from roamc.operators.gpu import multi_tensor
-from roamc.operators.gpu.ahead import Source, assembled, sources_of
+from roamc.operators.gpu.ahead import TARGETS, compile_for, sources_of, taken_of
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.kernel import KernelText, kernel_text
 from roamc.operators.gpu.launch_shapes import launched_in, shapes_of
@@ -30,11 +25,6 @@ from roamc.operators.gpu.multi_tensor import MOST_TENSORS
 from tests.operators.updates import groups_of, update_of
 
 aten = torch.ops.aten
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -153,27 +143,6 @@ NAMES = (
 )
 
 
-def spilled(compiled: object, target: str) -> tuple[int, int]:
-    """Registers, and bytes or registers spilled."""
-    asm = compiled.asm  # type: ignore[attr-defined]
-    if "amdgcn" in asm:
-        registers, lost = (
-            re.search(rf"\.{name}:\s*(\d+)", asm["amdgcn"]) for name in ("vgpr_count", "vgpr_spill_count")
-        )
-        assert registers, "the assembly does not name its registers"
-        assert lost, "the assembly does not name its registers"
-        return int(registers[1]), int(lost[1])
-    return assembled(asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
-
-
-def compile_for(target: GPUTarget, source: Source) -> Any:
-    return triton.compile(
-        ASTSource(fn=source.function, signature=source.signature, constexprs=source.constants),
-        target=target,
-        options={"num_warps": source.warps, "enable_fp_fusion": False},
-    )
-
-
 ALONE = ("gates", "rotary", "dropped", "update")
 """Groups whose elements are each computed alone."""
 
@@ -197,8 +166,8 @@ def in_all_shapes() -> int:
         computed: list[set[str]] = []
         for shape in shapes_of(text, frame):
             (source,) = sources_of(body, launched_in(text, frame, shape))
-            compiled = compile_for(TARGETS[target], source)
-            registers, lost = spilled(compiled, target)
+            compiled = compile_for(target, source)
+            registers, lost = taken_of(compiled, target)
             computed.append(float_instructions(compiled.asm["ptx"]))
             wrong += lost > 0 or computed[-1] != computed[0]
             print(f"{name} {target} {shape}: {registers} registers, {lost} spilled, {sorted(computed[-1])}")
@@ -211,9 +180,9 @@ def in_printed_shapes() -> int:
     wrong = 0
     for name in NAMES:
         body, text = group(name)
-        for source, (target, where) in itertools.product(sources_of(body, text), TARGETS.items()):
-            compiled = compile_for(where, source)
-            registers, lost = spilled(compiled, target)
+        for source, target in itertools.product(sources_of(body, text), TARGETS):
+            compiled = compile_for(target, source)
+            registers, lost = taken_of(compiled, target)
             wrong += lost > 0
             taken = f"{registers} registers, {compiled.metadata.shared} bytes shared, {lost} spilled"
             print(f"{source.name} {target}: {taken}")

@@ -23,11 +23,19 @@ from roamc.operators.gpu.launch_shapes import LaunchShape, launched_in
 from roamc.operators.gpu.partial_sums import WARPS
 from roamc.units import Bytes
 
-CAPABILITIES = {"sm_80": 80, "sm_90": 90}
-"""Name of a target to its compute capability: A100 and H100."""
+TARGETS: dict[str, tuple[str, int | str, int]] = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+"""Name of a target, A100, H100 and MI300, to what Triton calls it: its backend, its architecture, threads of a warp."""
 
 ASSEMBLERS = ("ptxas-blackwell", "ptxas")
 """Assemblers that come with Triton, the one that reads the newest form of its output first."""
+
+TOLD_BY_NVIDIA = (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+TOLD_BY_AMD = (r"\.vgpr_count:\s*(\d+)", r"\.vgpr_spill_count:\s*(\d+)")
+"""Where an assembler's output tells the registers and the spilled bytes (AMD: registers, of four bytes) of a thread."""
 
 POINTERS = {
     **{torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64"},
@@ -48,8 +56,8 @@ class Compiled:
 
     Attributes:
         kernel: name of the kernel's function.
-        target: the GPU, a key of :data:`CAPABILITIES`.
-        registers: registers of one thread.
+        target: the GPU, a key of :data:`TARGETS`.
+        registers: registers of one thread; on an AMD GPU those that differ between the threads of a warp.
         shared_bytes: shared memory of the program.
         spilled_bytes: bytes of one thread's values that have no register and go through memory.
     """
@@ -66,27 +74,17 @@ def compiled(group: FusedKernel, target: str, shape: LaunchShape | None = None) 
 
     Args:
         group: the group.
-        target: the GPU, a key of :data:`CAPABILITIES`.
+        target: the GPU, a key of :data:`TARGETS`.
         shape: one of the group's shapes of a launch; None for that which it is launched in.
 
     Raises:
         OptionError: Triton is not installed.
     """
-    try:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-    except ImportError:
-        raise OptionError(MISSING) from None
     text = group.text if shape is None else launched_in(group.printed, group.matrix, shape)
     kernels = []
     for source in sources_of(group.body, text):
-        kernel: Any = triton.compile(
-            ASTSource(fn=source.function, signature=source.signature, constexprs=source.constants),
-            target=GPUTarget("cuda", CAPABILITIES[target], 32),
-            options={"num_warps": source.warps, "enable_fp_fusion": False},
-        )
-        registers, spilled = assembled(kernel.asm["ptx"], target, Path(triton.__file__).parent / "backends/nvidia/bin")
+        kernel = compile_for(target, source)
+        registers, spilled = taken_of(kernel, target)
         kernels.append(Compiled(source.name, target, registers, kernel.metadata.shared, spilled))
     return tuple(kernels)
 
@@ -108,6 +106,25 @@ class Source:
     signature: dict[str, str]
     constants: dict[str, int]
     warps: int
+
+
+def compile_for(target: str, source: Source) -> Any:
+    """Return what Triton's compiler makes of a kernel for ``target``, a key of :data:`TARGETS`.
+
+    Raises:
+        OptionError: Triton is not installed.
+    """
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+    except ImportError:
+        raise OptionError(MISSING) from None
+    return triton.compile(
+        ASTSource(fn=source.function, signature=source.signature, constexprs=source.constants),
+        target=GPUTarget(*TARGETS[target]),
+        options={"num_warps": source.warps, "enable_fp_fusion": False},
+    )
 
 
 def sources_of(body: fx.Graph, text: KernelText) -> tuple[Source, ...]:
@@ -139,30 +156,36 @@ def _source(function: Any, name: str, pointers: Sequence[str], constants: dict[s
     return Source(name, function, dict(zip(function.arg_names, types, strict=True)), constants, warps)
 
 
-def assembled(ptx: str, target: str, folder: Path) -> tuple[int, Bytes]:
-    """Assemble ``ptx``, a kernel in NVIDIA's PTX, for ``target``, a key of :data:`CAPABILITIES`.
+def taken_of(kernel: Any, target: str) -> tuple[int, Bytes]:
+    """Return registers, and spilled bytes, of one thread of a compiled kernel.
 
     Args:
-        ptx: the text of the kernel.
-        target: the GPU.
-        folder: where NVIDIA's assembler lies.
-
-    Returns:
-        Registers, and spilled bytes, of one thread.
+        kernel: as :func:`compile_for` returns it.
+        target: what it was compiled for, a key of :data:`TARGETS`.
 
     Raises:
-        RuntimeError: the assembler says neither.
-        subprocess.CalledProcessError: the assembler refuses the text.
-        StopIteration: no assembler is in ``folder``.
+        RuntimeError: neither is told.
+        subprocess.CalledProcessError: NVIDIA's assembler refuses the kernel.
+        StopIteration: NVIDIA's assembler is not there.
     """
+    amd = TARGETS[target][0] == "hip"
+    about = kernel.asm["amdgcn"] if amd else _assembled(kernel.asm["ptx"], target)
+    patterns = TOLD_BY_AMD if amd else TOLD_BY_NVIDIA
+    registers, spilled = (re.search(pattern, about) for pattern in patterns)
+    if registers is None or spilled is None:
+        raise RuntimeError(f"what the kernel takes on {target} is not told: {about}")
+    return int(registers[1]), int(spilled[1]) * (4 if amd else 1)
+
+
+def _assembled(ptx: str, target: str) -> str:
+    """What NVIDIA's assembler, which comes with Triton, says of a kernel."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
     tool = next(folder / name for name in ASSEMBLERS if (folder / name).exists())
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         # Triton writes for sm_90 with the instructions that no later GPU has.
         command = [str(tool), "-v", f"-arch={target}{'a' if target == 'sm_90' else ''}", file.name, "-o", "/dev/null"]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, stores = re.search(r"Used (\d+) registers", output), re.search(r"(\d+) bytes spill stores", output)
-    if registers is None or stores is None:
-        raise RuntimeError(f"{tool.name} does not say what the kernel takes: {output}")
-    return int(registers[1]), int(stores[1])
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
