@@ -70,8 +70,8 @@ def is_own_part(node: fx.Node) -> bool:
     """Return whether ``node`` is one of the parts into which a tensor is cut, and the only one that is read."""
     if node.target is not operator.getitem:
         return False
-    (cut,) = node.all_input_nodes
-    return cut.target is torch.ops.aten.split.Tensor and len(cut.users) == 1
+    cut = node.args[0]
+    return isinstance(cut, fx.Node) and cut.target is torch.ops.aten.split.Tensor and len(cut.users) == 1
 
 
 def _lines(module: fx.GraphModule, nodes: Iterable[fx.Node], of_any_rank: bool = False) -> list[str]:
