@@ -7,7 +7,8 @@ and so is the plan.
 
 Tensors made inside the step are made on the GPU, and tensors that the step reads from outside lie there. Tensors of no
 dimension that the step writes as ``torch.tensor(2.5)`` stay on the CPU, as in eager: operators on a GPU take such
-tensors of the CPU.
+tensors of the CPU. One that is put into a part of a tensor (see
+:mod:`roamc.capture.view_writes`) lies on the GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from roamc.errors import CaptureError, OptionError
 from roamc.graph import TrainGraph, attribute, source_line
 from roamc.graph.rewrite import given, placed_in
 from roamc.graph.storage_ids import number
+from roamc.operators import ops
 from roamc.operators.composite import Composite
 from roamc.operators.corrections import corrected, derived_anew
 from roamc.operators.effects import with_effect
@@ -151,7 +153,7 @@ class _Mover:
     def _move_constant(self, node: fx.Node) -> None:
         constant = node.meta.get("val", attribute(self.graph.module, str(node.target)))
         if isinstance(constant, torch.Tensor):
-            literal = not constant.dim() and any(name_of(user.target).startswith(LITERAL) for user in node.users)
+            literal = not constant.dim() and any(map(_is_literal, node.users))
             node.meta["val"] = self._copy(constant, CPU if literal else self.device)
 
     def _renamed(self, value: Any) -> Any:
@@ -200,6 +202,17 @@ class _Mover:
         line = source_line(node)
         at = f" ({line})" if line else ""
         return CaptureError(f"{name_of(node.target)}{at} cannot be planned for {self.device.type}: {why}")
+
+
+def _is_literal(node: fx.Node) -> bool:
+    """Whether ``node`` reads the constant of a ``torch.tensor(2.5)``, for operators that take one of the CPU."""
+    return name_of(node.target).startswith(LITERAL) and not any(map(_is_put, node.users))
+
+
+def _is_put(node: fx.Node) -> bool:
+    """Whether ``node`` expands a value that is put into parts of other tensors: a write, which may cross devices."""
+    scattered = (ops.rule(reader.target).part is not None for reader in node.users)
+    return node.target is torch.ops.aten.expand.default and all(scattered)
 
 
 def _why(node: fx.Node, error: Exception) -> str:

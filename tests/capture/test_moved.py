@@ -131,6 +131,20 @@ def test_numbers_that_the_step_writes_stay_on_the_cpu_and_tensors_from_outside_g
     check_graph(graph, "capture", deep=True)
 
 
+def test_number_that_is_put_into_a_part_lies_on_the_gpu() -> None:
+    """As T5 shifts its labels: a scatter takes no part from the CPU."""
+
+    def shifted(x: Tensor, part: Tensor) -> Tensor:
+        y = x.new_zeros(x.shape)
+        y[:, 1:] = x[:, :-1].clone()
+        y[:, 0] = 2.5
+        return y
+
+    graph = of(shifted, step=False)
+    assert "aten.select_scatter.default" in targets(graph)
+    check_graph(graph, "capture", deep=True)
+
+
 def test_view_that_the_gpus_strides_do_not_allow_is_of_a_copy() -> None:
     """A GPU's batch norm gives a result with the strides of its input, a CPU's is contiguous."""
 
