@@ -226,11 +226,10 @@ def main() -> None:
     if options.worker:
         print(json.dumps(worker(options.worker)))
         return
-    rows = []
     for name in options.models:
-        rows.append(fresh(__file__, name, threads=1))
-        print(json.dumps({key: value for key, value in rows[-1].items() if key != "kernels"}), flush=True)
-    print(save("kernels", rows, __doc__ or ""))
+        row = fresh(__file__, name, threads=1)
+        print(json.dumps({key: value for key, value in row.items() if key != "kernels"}), flush=True)
+        save("kernels", [row], __doc__ or "")
 
 
 if __name__ == "__main__":
