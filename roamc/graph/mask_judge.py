@@ -33,8 +33,9 @@ from torch import fx
 from roamc.errors import VerifyError, way_out
 from roamc.graph import update_judge
 from roamc.graph.train_graph import TrainGraph
-from roamc.graph.value_flow import Walk, compare, read
+from roamc.graph.value_flow import compare, read
 from roamc.graph.value_numbers import Key, Number, Numbers
+from roamc.graph.value_walk import Walk
 from roamc.operators.counter import WORDS, counter_mask, draw_seeds, own_seeds
 from roamc.operators.random import replay
 from roamc.operators.shards import own_part

@@ -23,7 +23,7 @@ from roamc.operators.random import dropout_mask
 from roamc.operators.split_collectives import STARTS
 
 if TYPE_CHECKING:
-    from roamc.graph.value_flow import Walk
+    from roamc.graph.value_walk import Walk
 
 aten = torch.ops.aten
 _COLLECTIVES: Any = torch.ops.roamc_collective
@@ -37,7 +37,7 @@ class Call:
         node: the node that calls.
         target: the operator; of one that writes over its first argument, the form that makes a new value.
         args: the positional arguments.
-        keys: keys of the positional and of the keyword arguments, see :meth:`roamc.graph.value_flow.Walk.keys`.
+        keys: keys of the positional and of the keyword arguments, see :meth:`roamc.graph.value_walk.Walk.keys`.
         state: number of the generator's state; None if the operator draws nothing.
         once: name of the node if another call with the same keys and state may give other bits; else None.
     """

@@ -28,7 +28,7 @@ from roamc.operators import ops
 from roamc.units import Bytes
 
 if TYPE_CHECKING:
-    from roamc.graph.value_flow import Walk
+    from roamc.graph.value_walk import Walk
 
 Number = int
 

@@ -22,55 +22,38 @@ time in :mod:`roamc.graph.same_values`.
 
 from __future__ import annotations
 
-import contextlib
-import operator
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import fx
 
 from roamc.errors import VerifyError
 from roamc.graph import (
-    Encoding,
     Phase,
-    Port,
-    SamePlan,
     TrainGraph,
     maker_of,
     output_values,
     placeholders,
-    storage_name,
-    tensors_of,
     update_judge,
 )
 from roamc.graph.keep import is_kept
-from roamc.graph.ranks import check_again, runs_together
-from roamc.graph.rewrite import derived
-from roamc.graph.same_values import OTHER_SUMS, Call, equal_of
-from roamc.graph.storage_ids import StorageId
+from roamc.graph.ranks import check_again
+from roamc.graph.same_values import OTHER_SUMS
 from roamc.graph.value_messages import fail, fail_effects
-from roamc.graph.value_numbers import Flow, Key, Number, Numbers, Place, Target
+from roamc.graph.value_numbers import Flow, Number, Numbers
+from roamc.graph.value_walk import Walk, output_name
 from roamc.operators import ops
 from roamc.operators.composite import Composite
 from roamc.operators.counter import draw_seeds
-from roamc.operators.ops import Need
-from roamc.operators.random import replay, save_rng_state
-from roamc.operators.schemas import group_of, name_of
-
-aten = torch.ops.aten
+from roamc.operators.schemas import name_of
 
 
-def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: type[Walk] | None = None) -> Flow:
+def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: type[Walk] = Walk) -> Flow:
     """Number the values of ``graph`` in its present order: equal numbers stand for equal bits.
 
     Args:
         graph: the graph; stays as it is.
         numbers: gives the numbers; the same object for all graphs that are to be compared.
         after: name of the pass that left the graph, for the message.
-        walk_of: runs the nodes; None for :class:`Walk`.
+        walk_of: runs the nodes.
 
     Returns:
         The numbers of its operators, effects and final values.
@@ -79,7 +62,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
         VerifyError: a view lies in another storage than its base, or elsewhere in it than its arguments say, or cannot
             be made with these arguments.
     """
-    walk = (walk_of or Walk)(numbers, graph.encodings, graph.reuse, graph.same_plan)
+    walk = walk_of(numbers, graph.encodings, graph.reuse, graph.same_plan)
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
     callers = {node: port.name for node, port in fed}
     handed_in = [node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
@@ -140,34 +123,11 @@ def check(
             would read and who wrote it. Or ``graph`` has an inexact codec, product or group that is not allowed, what
             :func:`roamc.keep` keeps is computed again or encoded, or :func:`read` refuses it.
     """
-    for encoding in graph.encodings:
-        if encoding.error and encoding.codec not in lossy:
-            raise VerifyError(
-                f"after pass {after!r}: {encoding.storage} is kept by codec {encoding.codec!r}, which errs by up to "
-                f"{encoding.error:g}: allow it with options={{'codecs': {encoding.codec!r}}}, or plan again"
-            )
-    other = next((node for node in graph.graph.nodes if node.target in OTHER_SUMS), None)
-    if other is not None and not fast:
-        raise VerifyError(
-            f"after pass {after!r}: {other.name} is {other.target}, which sums in another order than "
-            f"{OTHER_SUMS[other.target]}: allow it with options={{'numerics': 'fast'}}, or plan again"
-        )
-    inexact = (node for node in graph.graph.nodes if isinstance(node.target, Composite) and not node.target.exact)
-    group = next(inexact, None)
-    if group is not None and not fast:
-        raise VerifyError(
-            f"after pass {after!r}: {group.name} is {name_of(group.target)}, which has other last bits than "
-            "its operators one by one: allow it with options={'numerics': 'fast'}, or plan again"
-        )
-    if not fast and (seeds := next((node for node in graph.graph.nodes if node.target is draw_seeds), None)):
-        raise VerifyError(
-            f"after pass {after!r}: {seeds.name} draws seeds of dropouts, which then keep other elements than eager: "
-            "allow it with options={'numerics': 'fast'}, or plan again"
-        )
+    _check_exact(graph, after, lossy, fast)
     flow = read(graph, before.numbers, after)
     _check_kept(graph, before, flow, after)
     early = enumerate(graph.outputs) if handed_over and graph.boundary else ()
-    compare(flow, before, after, {_output(at, port, "step") for at, port in early if port.phase is Phase.FORWARD})
+    compare(flow, before, after, {output_name(at, port, "step") for at, port in early if port.phase is Phase.FORWARD})
     check_again(graph, flow.again - before.again, after)
     return replace(flow, updates=update_judge.check(flow.updates, before.updates, after))
 
@@ -194,6 +154,41 @@ def compare(flow: Flow, before: Flow, after: str, besides: Collection[str] = ())
             fail(flow, before, after, key, before.finals.get(key), flow.finals.get(key))
 
 
+def _check_exact(graph: TrainGraph, after: str, lossy: Sequence[str], fast: bool) -> None:
+    """Refuse codecs, products, groups and masks of dropouts that are not exact and that :func:`check` may not allow.
+
+    Raises:
+        VerifyError: names the first, and the option that allows it.
+    """
+    for encoding in graph.encodings:
+        if encoding.error and encoding.codec not in lossy:
+            raise VerifyError(
+                f"after pass {after!r}: {encoding.storage} is kept by codec {encoding.codec!r}, which errs by up to "
+                f"{encoding.error:g}: allow it with options={{'codecs': {encoding.codec!r}}}, or plan again"
+            )
+    if fast:
+        return
+    other = next((node for node in graph.graph.nodes if node.target in OTHER_SUMS), None)
+    if other is not None:
+        raise VerifyError(
+            f"after pass {after!r}: {other.name} is {other.target}, which sums in another order than "
+            f"{OTHER_SUMS[other.target]}: allow it with options={{'numerics': 'fast'}}, or plan again"
+        )
+    inexact = (node for node in graph.graph.nodes if isinstance(node.target, Composite) and not node.target.exact)
+    group = next(inexact, None)
+    if group is not None:
+        raise VerifyError(
+            f"after pass {after!r}: {group.name} is {name_of(group.target)}, which has other last bits than "
+            "its operators one by one: allow it with options={'numerics': 'fast'}, or plan again"
+        )
+    seeds = next((node for node in graph.graph.nodes if node.target is draw_seeds), None)
+    if seeds is not None:
+        raise VerifyError(
+            f"after pass {after!r}: {seeds.name} draws seeds of dropouts, which then keep other elements than eager: "
+            "allow it with options={'numerics': 'fast'}, or plan again"
+        )
+
+
 def _check_kept(graph: TrainGraph, before: Flow, flow: Flow, after: str) -> None:
     """Refuse a pass that has what :func:`roamc.keep` keeps computed once more, or encoded.
 
@@ -218,376 +213,3 @@ def _check_kept(graph: TrainGraph, before: Flow, flow: Flow, after: str) -> None
     for encoding in graph.encodings:
         if maker_of(encoding.storage) in names:
             raise VerifyError(f"after pass {after!r}: {encoding.storage} is encoded, which roamc.keep keeps")
-
-
-def _output(position: int, port: Port, part: str) -> str:
-    """An output at the end of a part of the step, in words for a message."""
-    return f"output {position} ({port.name}) of the {part}"
-
-
-class Walk:
-    """Runs the nodes of a graph, one after the other, on numbers in the place of values.
-
-    The arguments ``encodings``, ``reuse`` and ``same_plan`` are the fields of the :class:`TrainGraph` with these names.
-
-    Attributes:
-        numbers: gives the numbers.
-        encodings: name of a storage to its encodings.
-        reuse: name of an operator to the position of the argument that its result is written over.
-        state: number of the random generator's present state.
-        operators: name of each operator that has run to the number of its call.
-        same_plan: the groups whose ranks may run a collective again.
-        effects: (number, name) of each operator that has run and has an effect other than results and writes; of a
-            collective that may run again, the first run.
-        again: group of ranks to the number of its collectives that have run again.
-        makers: number to the name of the first node that has it.
-        writers: content of a storage to the name of the first operator that has written it in place.
-    """
-
-    def __init__(
-        self,
-        numbers: Numbers,
-        encodings: Sequence[Encoding] = (),
-        reuse: Mapping[str, int] | None = None,
-        same_plan: Sequence[SamePlan] = (),
-    ) -> None:
-        self.numbers = numbers
-        self.encodings: dict[str, list[Encoding]] = {}
-        for encoding in encodings:
-            self.encodings.setdefault(encoding.storage, []).append(encoding)
-        self.reuse = reuse or {}
-        self.same_plan = same_plan
-        self._sent: set[Number] = set()
-        self.again: Counter[object] = Counter()
-        self.state = numbers.of("generator")
-        self.operators: dict[str, Number] = {}
-        self.effects: list[tuple[Number, str]] = []
-        self.makers: dict[Number, str] = {}
-        self.writers: dict[Number, str] = {}
-        self._content: dict[StorageId, Number] = {}
-        self._reused: dict[StorageId, StorageId] = {}
-        self._other: dict[fx.Node, Number] = {}
-        self._decoded: dict[Number, tuple[Need, Number]] = {}
-        self._written: set[StorageId] = set()
-
-    def feed(self, node: fx.Node, number: Number) -> None:
-        """Let ``number`` stand for the value of ``node``, an input or a constant of the graph."""
-        self._other[node] = number
-        self.makers.setdefault(number, node.name)
-        for place in self.numbers.places(node):
-            if self._memory(place) not in self._content:
-                self._content[self._memory(place)] = content = self.numbers.of("part", number, place.position)
-                self.numbers.born(content, place.geometry)
-
-    def call(self, node: fx.Node) -> str | None:
-        """Run ``node``: number what it reads, then what it makes and writes.
-
-        Returns:
-            None if all is well. For a view that does not lie where it should, the end of a sentence that begins with
-            "a view".
-        """
-        places = self.numbers.places(node)
-        fresh = [place for place in places if self._memory(place) not in self._content]
-        target = self.numbers.target(node.target)
-        if target.is_view and places and not self._makes_anew(node, target, fresh):
-            return self._misplaced(node, target, places)
-        if node.target is save_rng_state:
-            self._make(node, fresh, {place.position: self.numbers.of("saved", self.state) for place in fresh})
-            return None
-        number, results = self._run(node)
-        self.operators[node.name] = self._other[node] = number
-        self.makers.setdefault(number, node.name)
-        if target.rule.ordered or (target.rule.collective and number not in self._sent):
-            self.effects.append((number, node.name))
-        elif target.rule.collective:
-            self.again[group_of(node)] += 1
-        if runs_together(node, self.same_plan):
-            self._sent.add(number)
-        called: Any = node.target
-        group = isinstance(called, Composite)
-        for position, argument in enumerate(ops.mutated_arguments(node) if target.rule.mutates else ()):
-            result = results.get(-1 - position) if group else results.get(position)
-            for place in self.numbers.places(argument):
-                self._write(node, place, target, number, result, position)
-        if node.name in self.reuse:
-            self._write_over(node.args[self.reuse[node.name]], places)
-        self._make(node, fresh, results)
-        return None
-
-    def _memory(self, place: Place) -> StorageId:
-        """The storage in which a tensor really lies: that of an argument, where it is written over one."""
-        return self._reused.get(place.storage, place.storage)
-
-    def _write_over(self, argument: Any, results: Sequence[Place]) -> None:
-        """The results lie in the memory of ``argument`` from now on."""
-        over = self._memory(self.numbers.places(argument)[0])
-        self._reused.update((place.storage, over) for place in results)
-        self._written.add(over)
-
-    def results(self, returned: Sequence[tuple[fx.Node | None, Port]], part: str) -> dict[str, Number]:
-        """Return the present values of outputs.
-
-        Args:
-            returned: each node of the output tuple, None where there is no value, and its port.
-            part: "forward" or "step", at whose end they are read.
-
-        Returns:
-            Words for a message to the number of the output's value; outputs without a value are left out.
-        """
-        return {
-            _output(position, port, part): self.numbers.of("output", self._read(node))
-            for position, (node, port) in enumerate(returned)
-            if node is not None
-        }
-
-    def hand_over(self, nodes: Iterable[fx.Node]) -> None:
-        """End forward: what this graph has written to tensors of ``nodes`` gets an unknown value.
-
-        ``nodes`` are inputs and constants of the graph. Before backward begins, another forward may write to them too.
-        """
-        for place in (place for node in nodes for place in self.numbers.places(node)):
-            if self._memory(place) in self._written:
-                self._content[self._memory(place)] = self.numbers.of("handed", self._content[self._memory(place)])
-
-    def left(self, node: fx.Node, name: str) -> dict[str, Number]:
-        """Return the final values of those tensors of an input or constant ``node`` that the graph has written.
-
-        Args:
-            node: the input or constant.
-            name: the user's name for it.
-
-        Returns:
-            One entry, words for a message to the content of the tensor's storage; empty if nothing was written.
-        """
-        lies = [self._memory(place) for place in self.numbers.places(node)]
-        written = [storage for storage in lies if storage in self._written]
-        return {f"{name} ({node.name})": self._content[storage] for storage in written}
-
-    def _write(
-        self, node: fx.Node, place: Place, target: Target, number: Number, elements: Number | None, position: int
-    ) -> None:
-        """Note that ``node``, the call with this ``number``, writes to ``place`` what its twin or a member makes."""
-        content = self._note("written", number, position, by=node.name)
-        called: Any = node.target
-        if target.twin is not None or (isinstance(called, Composite) and elements is not None):
-            result = elements if elements is not None else self._note("part", number, 0, by=node.name)
-            content = self.numbers.patched(self._content[self._memory(place)], place, self.uncopied(result))
-        self.writers.setdefault(content, node.name)
-        self._content[self._memory(place)] = content
-        self._written.add(self._memory(place))
-
-    def _run(self, node: fx.Node) -> tuple[Number, dict[int, Number]]:
-        """The number of an operator, and of each result; a random one moves the generator."""
-        target: Any = node.target
-        args, kwargs, state = node.args, dict(node.kwargs), self.state
-        if target is replay:
-            saved = self.numbers.key(self._read(args[0])[1])  # type: ignore[arg-type]
-            target, args, state = args[1], args[2:], saved[1] if saved[0] == "saved" else self.numbers.of("no", saved)
-        entry = self.numbers.target(target)
-        rule = entry.rule if entry.twin is None else self.numbers.target(entry.twin).rule
-        keys = self.keys(target, args, kwargs)
-        repeats = rule.recomputable or rule.random or runs_together(node, self.same_plan)
-        once = None if repeats else node.name
-        call = Call(node, entry.twin or target, args, keys, state if rule.may_draw else None, once)
-        number, results = self._equal(call) or (self.number(call), {})
-        if rule.may_draw and node.target is not replay:
-            self.state = self._note("after", number, by=node.name)
-        return number, results
-
-    def content(self, place: Place) -> Number:
-        """Return the number of all bytes that lie in the storage of ``place`` now.
-
-        For a value that was decoded without error, it is the number of the value that was encoded.
-        """
-        content = self._content[self._memory(place)]
-        keeps, value = self._decoded.get(content, (None, content))
-        return value if keeps is Need.ELEMENTS else content
-
-    def given(self, node: fx.Node) -> Number:
-        """Return the number of what ``node`` hands to a group: all bytes of a tensor's storage, or a plain number."""
-        places = self.numbers.places(node)
-        return self.content(places[0]) if places else self._other_of(node)
-
-    def elements(self, node: fx.Node) -> Number:
-        """Return the number of the elements of the one tensor that ``node`` stands for, the same wherever they lie."""
-        (place,) = self.numbers.places(node)
-        return self.uncopied(self.numbers.elements(self.content(place), place.geometry))
-
-    def uncopied(self, elements: Number) -> Number:
-        """Return the number of the elements that ``elements`` are a copy of, through any number of copies.
-
-        It is ``elements`` itself for elements that are no copy.
-        """
-        kind, *fields = self.numbers.key(elements)
-        if kind == "filled":
-            return self.uncopied(int(fields[1]))
-        return self.uncopied(self.numbers.elements(*fields)) if kind == "copied" else elements
-
-    def number(self, call: Call) -> Number:
-        """Return the number that stands for the value of ``call``, as :meth:`called` gives it."""
-        return self.called(call.target, call.keys, call.state, call.once)
-
-    def called(
-        self, target: Any, keys: tuple[Key, Key], state: Number | None = None, once: str | None = None
-    ) -> Number:
-        """Return the number that stands for the value of a call of ``target``.
-
-        Args:
-            target: the operator.
-            keys: keys of the positional and the keyword arguments, from :meth:`keys`.
-            state: number of the generator's state; None if the operator draws nothing.
-            once: name of the node if another such call may give other bits; else None.
-        """
-        return self.numbers.of("call", self.numbers.target(target).number, *keys, state, once)
-
-    def _equal(self, call: Call) -> tuple[Number, dict[int, Number]] | None:
-        equal = equal_of(call.target, self.numbers.target(call.target).rule)
-        return equal(self, call) if equal is not None else None
-
-    def _misplaced(self, node: fx.Node, target: Target, places: Sequence[Place]) -> str | None:
-        if target.target is operator.getitem:
-            picked = [place for place in self.numbers.places(node.args[0]) if place.position == node.args[1]]  # type: ignore[arg-type]
-            same = [(place.storage, place.geometry) for place in picked] == [
-                (place.storage, place.geometry) for place in places
-            ]
-            return None if same else f"of {node.args[0]}, and is not its result {node.args[1]}"
-        bases = [node.args[position] for position in target.rule.view_of if position < len(node.args)]
-        base_nodes = [base for base in bases if isinstance(base, fx.Node)]
-        within = [place.storage for base in base_nodes for place in self.numbers.places(base)]
-        if within and any(place.storage not in within for place in places):
-            return f"of {base_nodes[0]}, and lies in another storage"
-        viewed = self._viewed(node, target)
-        if [place.geometry for place in viewed] == [place.geometry for place in places]:
-            return None
-        return f"of {base_nodes[0]}, and lies elsewhere in it than its arguments say"
-
-    def _makes_anew(self, node: fx.Node, target: Target, fresh: Sequence[Place]) -> bool:
-        """Whether ``node``, whose operator makes views, makes new tensors here instead of views of its argument."""
-        if not [tensor for argument in node.all_input_nodes for tensor in tensors_of(argument)]:
-            return bool(fresh)  # a view of a number, such as the conjugate of 1j
-        if not fresh or target.target is not operator.getitem:
-            return bool(fresh) and not self._viewed(node, target)
-        return all(place.position != node.args[1] for place in self.numbers.places(node.args[0]))  # type: ignore[arg-type]
-
-    def _viewed(self, node: fx.Node, target: Target) -> tuple[Place, ...]:
-        """The places of the views that ``node`` makes, derived from its operator and its arguments."""
-        base = next(tensor for argument in node.all_input_nodes for _, tensor in tensors_of(argument))
-        named = tuple((name, self._where(node.kwargs[name])) for name in node.kwargs)
-        key = target.number, tuple(map(self._where, node.args)), named
-        return self.numbers.lies(key, base, lambda: derived(node, contextlib.nullcontext()))
-
-    def _where(self, value: Any) -> Any:
-        """An argument of a view: of a tensor the geometry, whatever lies in it."""
-        places = self.numbers.places(value) if isinstance(value, fx.Node) else ()
-        return ("at", *[place.geometry for place in places]) if places else self._key(value)
-
-    def _make(self, node: fx.Node, fresh: Sequence[Place], contents: Mapping[int, Number]) -> None:
-        number = self._other.get(node, -1)
-        for place in fresh:
-            content = contents.get(place.position)
-            if content is None:
-                content = self.numbers.of("part", number, place.position)
-            self.makers.setdefault(content, node.name)
-            self.numbers.born(content, place.geometry)
-            self._content[self._memory(place)] = content
-            if self.encodings:
-                for encoding in self.encodings.get(storage_name(node, place.position), ()):
-                    self._decoded[self._coded(encoding, content)] = encoding.keeps, content
-
-    def _note(self, *key: Any, by: str) -> Number:
-        number = self.numbers.of(*key)
-        self.makers.setdefault(number, by)
-        return number
-
-    def run(self, body: fx.Graph, arguments: Sequence[Number], name: str = "") -> tuple[Number, list[Number]]:
-        """Run a graph of its own, such as the members of a group, on values of this one.
-
-        Args:
-            body: its placeholders are tensors or plain numbers, its output node has one tensor or several.
-            arguments: one for each placeholder: the content of the tensor's storage, or what :meth:`given` returns for
-                a plain number.
-            name: the operator of ``body`` that is asked for; "" for the last one.
-
-        Returns:
-            (number of that operator, or of the last one if ``body`` has none with that name, content of the storage of
-            each result).
-        """
-        walk, contents = Walk(self.numbers), iter(arguments)
-        walk.state = self.numbers.of("generator inside")  # no draw outside has it, so that none is repeated inside
-        number, contents_made = -1, list[Number]()
-        for node in body.nodes:
-            if node.op == "placeholder":
-                walk._other[node] = given_number = next(contents)
-                for place in self.numbers.places(node):
-                    walk._content[walk._memory(place)] = given_number
-            elif node.op == "call_function":
-                walk.call(node)
-                number = walk.operators.get(node.name, number)
-            elif node.op == "output":
-                places = (place for result in node.all_input_nodes for place in self.numbers.places(result))
-                contents_made = [walk._content[walk._memory(place)] for place in places]
-        return walk.operators.get(name, number), contents_made
-
-    def _coded(self, encoding: Encoding, value: Number) -> Number:
-        """The number of the decoded value, where ``value`` was encoded and decoded by ``encoding``."""
-        _, code = self.run(encoding.encode, [value])
-        _, (decoded,) = self.run(encoding.decode, code)
-        return decoded
-
-    # -- arguments ------------------------------------------------------------------------------
-
-    def keys(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Key, Key]:
-        """Return keys of the positional and of the keyword arguments, with the present numbers in the place of tensors.
-
-        A key is a tuple that is equal for equal values, see :mod:`roamc.graph.value_numbers`. Where ``target`` needs
-        only the shape of an argument, the key holds no more. Where it needs only signs, a decoded value with the same
-        signs has the key of the original.
-
-        Args:
-            target: the operator.
-            args: its positional arguments, with nodes in the place of tensors.
-            kwargs: its keyword arguments, likewise.
-        """
-        rule = self.numbers.target(target).rule
-        named = tuple((name, self._key(kwargs[name])) for name in sorted(kwargs)) if kwargs else ()
-        if not rule.shape_of and rule.compares is None:
-            return tuple(map(self._key, args)), named
-        needs = ops.needs(target, args)
-        return tuple(self._key(argument, needs.get(at, Need.ELEMENTS)) for at, argument in enumerate(args)), named
-
-    def _key(self, value: Any, need: Need = Need.ELEMENTS) -> Any:
-        """An argument with numbers for tensors; literals with their types: 1 is not True, and not 1.0."""
-        if isinstance(value, fx.Node):
-            return self._read(value, need)
-        if isinstance(value, list | tuple):
-            return ("list", *[self._key(item) for item in value])
-        if isinstance(value, dict):
-            return ("dict", *[(key, self._key(item)) for key, item in value.items()])
-        if isinstance(value, slice):
-            return ("slice", self._key(value.start), self._key(value.stop), self._key(value.step))
-        if isinstance(value, float):
-            return ("float", value.hex())
-        return (type(value), value)
-
-    def _read(self, node: fx.Node, need: Need = Need.ELEMENTS) -> Key:
-        """What ``node`` stands for now, as far as it is needed."""
-        places = self.numbers.places(node)
-        if not places:
-            return ("other", self._other_of(node))
-        if need is Need.SHAPE:
-            return ("shape", *[place.shape for place in places])
-        if len(places) == 1 and not self._decoded:
-            return ("read", self._content[self._memory(places[0])], places[0].geometry)
-        parts: list[Number] = []
-        for place in places:
-            content = self._content[self._memory(place)]
-            keeps, value = self._decoded.get(content, (None, content))
-            parts += (value if keeps in (Need.ELEMENTS, need) else content, place.geometry)
-        return ("read", *parts)
-
-    def _other_of(self, node: fx.Node) -> Number:
-        """The number of a result that is no tensor, such as a number, or one that was picked."""
-        if node not in self._other:
-            base = node.args[0]
-            self._other[node] = self.numbers.of("pick", self._other_of(base), self._key(node.args[1:]))  # type: ignore[arg-type]
-        return self._other[node]
