@@ -35,7 +35,7 @@ from roamc.options import Options
 from roamc.passes.shard import choose, classes
 from roamc.passes.shard.agree import agreement
 from roamc.passes.shard.classes import Head
-from roamc.passes.shard.rules import Form
+from roamc.passes.shard.rows import Form
 from roamc.passes.shard.varying import OWN
 from roamc.passes.shard.write import Region, sharded
 

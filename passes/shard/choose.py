@@ -27,7 +27,8 @@ from roamc.graph.storage_ids import all_ids, ids_of
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
 from roamc.operators.schemas import group_of
-from roamc.passes.shard.rules import INDICES, PRODUCTS, Addend, Form, Indices, Local, Part, Rows, Turned, local, turned
+from roamc.passes.shard.rows import Addend, Form, Indices, Local, Part, Rows, Turned
+from roamc.passes.shard.rules import INDICES, PRODUCTS, local, turned
 from roamc.passes.shard.varying import is_of_products, varying
 
 aten = torch.ops.aten

@@ -33,7 +33,8 @@ from roamc.operators.corrections import note_results
 from roamc.operators.schemas import group_of
 from roamc.operators.shards import own_indices, own_part
 from roamc.passes.shard.choose import is_source, maker, picked_forms
-from roamc.passes.shard.rules import TURNS, Addend, Form, Indices, Local, Part, Rows, Turned, Whole, divides, local
+from roamc.passes.shard.rows import Addend, Form, Indices, Local, Part, Rows, Turned, Whole
+from roamc.passes.shard.rules import TURNS, divides, local
 from roamc.passes.shard.varying import varying
 from roamc.rewriting.versions import erase_dead, up_to_date
 
