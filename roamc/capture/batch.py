@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from roamc import compat
-from roamc.capture import python_state
+from roamc.capture import python_keys
 from roamc.compat_dtensor import is_dtensor, placement_of
 from roamc.errors import CaptureError
 
@@ -128,7 +128,7 @@ def describe(leaf: Any) -> object:
             "a batch may hold tensors, numbers, strings and lists, dicts or dataclasses of them, not "
             f"{type(leaf).__name__}{'; torch.as_tensor makes an array a tensor' if hasattr(leaf, '__array__') else ''}"
         )
-    return (type(leaf).__name__, python_state.of_plain(leaf) if type(leaf) in python_state.PLAIN else leaf)
+    return (type(leaf).__name__, python_keys.of_plain(leaf) if type(leaf) in python_keys.PLAIN else leaf)
 
 
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:

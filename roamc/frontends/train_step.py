@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from roamc import compat, compat_hooks, notices
-from roamc.capture import attributes, fully_sharded, python_state, replicas
+from roamc.capture import attributes, fully_sharded, python_keys, python_state, replicas
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import NodeHooks, hooks_key
 from roamc.capture.optimizers import rule_for
@@ -91,7 +91,7 @@ def _lock_of(model: nn.Module) -> Lock:
         return _locks.setdefault(model, Lock())
 
 
-_LossKey = tuple[object, float | None, frozenset[tuple[python_state.Place, object]]]
+_LossKey = tuple[object, float | None, frozenset[tuple[python_keys.Place, object]]]
 """What is known of the loss function, the clipping, and what the function reads of objects that it names."""
 
 LOSS = 2
@@ -147,7 +147,7 @@ class TrainStep:
         self._reduced: tuple[str, ...] | None = None
         self._sent: tuple[str, ...] = ()
         self._watches_inside = True
-        self._written: set[python_state.Place] = set()
+        self._written: set[python_keys.Place] = set()
         self._node_hooks = NodeHooks()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -301,7 +301,7 @@ class TrainStep:
         )
 
     def _loss_key(self, *, inside: bool) -> _LossKey:
-        function, attributes = python_state.of_function(self.loss_fn, inside=inside)
+        function, attributes = python_keys.of_function(self.loss_fn, inside=inside)
         watched = frozenset((place, value) for place, value in attributes.items() if place not in self._written)
         return function, self.clip_grad_norm, watched
 
