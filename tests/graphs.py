@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 from roamc import compat, compat_aot
 from roamc.capture import joint
-from roamc.capture.step import CapturedStep, StepRequest, capture_step
+from roamc.capture.step import CapturedStep, capture_step
+from roamc.capture.step_trace import StepRequest
 from roamc.graph import Phase, Port, Role, TrainGraph, copied, operators, output_values, placeholders
 from roamc.graph.memory import started_by
 from roamc.graph.storage_ids import number

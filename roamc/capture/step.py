@@ -7,40 +7,34 @@ than this machine can be planned. Parameters may be on the meta device.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from roamc import compat, compat_dynamo
-from roamc.capture import communication, fully_sharded, gather_judge, recurrent, refusals, rng_replay, user_line
-from roamc.capture.attributes import Change, put_back
-from roamc.capture.batch_gradients import handed_over, stand_for_batch, wanted_of
-from roamc.capture.closures import Closures, check_origins, check_written, join_constants
+from roamc import compat
+from roamc.capture import fully_sharded
+from roamc.capture.attributes import Change
+from roamc.capture.closures import check_written, join_constants
 from roamc.capture.collectives import join, name_own_parts
-from roamc.capture.hooks import check_hooks, follow_hooks
+from roamc.capture.hooks import check_hooks
 from roamc.capture.in_place_values import as_values
-from roamc.capture.in_place_views import as_views
-from roamc.capture.leaves import check_dtypes, check_memory, check_same_parameters, check_untouched, memory_of
+from roamc.capture.leaves import check_dtypes
 from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
-from roamc.capture.parts import check_clipping, check_placements, clipped, place_gradient, stand_in
-from roamc.capture.replicas import Replica, average, check_called, followed, replicas_of
+from roamc.capture.parts import check_clipping, check_placements, clipped
+from roamc.capture.replicas import Replica, average
+from roamc.capture.step_trace import StepRequest, Trace, phases_of, returned_values
 from roamc.capture.value_check import values_kept
-from roamc.compat_dtensor import gathered, part_of
-from roamc.compat_fsdp import casts_alone
+from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, output_values, placeholders
-from roamc.graph.keep import keep_saved
 from roamc.graph.rewrite import Writer
 from roamc.graph.storage_ids import number
 from roamc.operators.corrections import correct
-from roamc.operators.fakes import fake_kernel, kept_whole
+from roamc.operators.fakes import fake_kernel
 from roamc.units import format_bytes
-
-LossFunction = Callable[..., torch.Tensor]
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -107,31 +101,6 @@ class CapturedStep:
     handed: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class StepRequest:
-    """A training step that is to be captured: ``loss_fn(model, *rebuild(leaves))``, its backward and the update.
-
-    Attributes:
-        model: with parameters on any device, the meta device included.
-        loss_fn: returns the loss, a floating-point scalar.
-        optimizer: holds parameters of ``model`` and no others.
-        leaves: tensors and other values of the batch, as :func:`roamc.capture.batch.take_apart` gives them.
-        rebuild: turns leaves into the arguments that ``loss_fn`` gets after the model.
-        clip_grad_norm: the largest 2-norm of all gradients together; None for no clipping.
-        device: where tensors on the meta device are taken to be; None for the CPU.
-        reduced: :attr:`CapturedStep.reduced` of an earlier capture of this step, whose order is kept; else empty.
-    """
-
-    model: nn.Module
-    loss_fn: LossFunction
-    optimizer: torch.optim.Optimizer
-    leaves: Sequence[Any]
-    rebuild: Callable[[Sequence[Any]], tuple[Any, ...]]
-    clip_grad_norm: float | None = None
-    device: torch.device | None = None
-    reduced: tuple[str, ...] = ()
-
-
 def capture_step(request: StepRequest) -> CapturedStep:
     """Return the step of ``request`` as one graph: forward, loss, backward and update, traced under fake tensors.
 
@@ -150,7 +119,7 @@ def capture_step(request: StepRequest) -> CapturedStep:
     check_placements({**parameters, **buffers})
     trained = _trained(request, parameters)
     mode = compat.CaptureMode({name: parameters[name] for name in trained}, fake_kernel, buffers)
-    traced = _Trace(request, parameters, buffers, trained)
+    traced = Trace(request, parameters, buffers, trained)
     module = traced.run(mode)
     check_written(module.graph, [*parameters, *buffers], mode.read_past)
     return _Assembly(request, rule, mode, module, traced).build()
@@ -200,163 +169,11 @@ def _trained(request: StepRequest, parameters: dict[str, nn.Parameter]) -> list[
     return trained
 
 
-class _Trace:
-    """Forward, loss and backward of the request, traced to one FX graph."""
-
-    def __init__(
-        self,
-        request: StepRequest,
-        parameters: dict[str, nn.Parameter],
-        buffers: dict[str, torch.Tensor],
-        trained: list[str],
-    ) -> None:
-        self.request = request
-        self.parameters = parameters
-        self.buffers = buffers
-        self.trained = trained
-        self.tensor_leaves = [i for i, leaf in enumerate(request.leaves) if isinstance(leaf, torch.Tensor)]
-        self.updated: list[str] = []
-        self.handed: tuple[int, ...] = ()
-        self.changes: Sequence[Change] = ()
-        self.replicas = replicas_of(request.model)
-        self.shardings = fully_sharded.shardings(request.model)
-
-    def run(self, mode: compat.FakeTensorMode) -> fx.GraphModule:
-        device = self.request.device or torch.device("cpu")
-        reals = [*self.parameters.values(), *self.buffers.values()]
-        fakes = [compat.fake_parameter(mode, part_of(tensor), device) for tensor in reals]
-        fakes += [compat.fake_input(mode, part_of(self.request.leaves[i]), device) for i in self.tensor_leaves]
-        try:
-            with (
-                refusals.in_one_line(),
-                compat.uncompiled(self.request.model),
-                recurrent.decomposed(),
-                kept_whole(),
-                compat_dynamo.unchecked_distributions(),
-                user_line.noted(),
-            ):
-                module = compat.trace(self._step, fakes, mode)
-            if self.shardings:
-                self._place_gathers(module.graph)
-            as_views(module.graph)
-            rng_replay.check_read(module)
-            rng_replay.replay_marked(module.graph)
-            keep_saved(module.graph)
-            return module
-        finally:
-            compat.clear_autocast_cache()
-
-    def _place_gathers(self, graph: fx.Graph) -> None:
-        phase = _phases(graph, _flat(output_node(graph))[0])
-        fully_sharded.place(graph, phase, self.shardings)
-        gather_judge.check(graph, list(self.parameters), self.updated, self.shardings)
-
-    def _leaves(self, parts: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """What stands for parameters and buffers in the model, and the tensors that autograd gives gradients of."""
-        stand_ins, leaves = {}, {}
-        for part, (name, real) in zip(parts, {**self.parameters, **self.buffers}.items(), strict=False):
-            sharding = self.shardings.get(name)
-            if sharding is None:
-                stand_ins[name] = leaves[name] = stand_in(part, real)
-            else:
-                leaves[name] = part.detach().requires_grad_(real.requires_grad)
-                stand_ins[name] = fully_sharded.whole(leaves[name], name, sharding)
-        return stand_ins, leaves
-
-    def _step(self, *flat: torch.Tensor) -> list[torch.Tensor]:
-        reals = {**self.parameters, **self.buffers}
-        stand_ins, leaves = self._leaves(flat)
-        closures = Closures({id(real): stand_ins[name] for name, real in reals.items()})
-        for name, parameter in self.parameters.items():
-            if name not in self.shardings:
-                follow_hooks(stand_ins[name], parameter, name, closures)
-                place_gradient(stand_ins[name])
-        fed = dict(zip(self.tensor_leaves, flat[len(reals) :], strict=True))
-        batch = stand_for_batch(fed, self.request.leaves, {id(real): stand_ins[name] for name, real in reals.items()})
-        values = [batch.get(index, leaf) for index, leaf in enumerate(self.request.leaves)]
-        model, required = self.request.model, {name: leaf.requires_grad for name, leaf in leaves.items()}
-        named = {**stand_ins, **{f"batch[{index}]": tensor for index, tensor in batch.items()}}
-        memory = memory_of(named)
-        with (
-            put_back(tuple(model.modules())) as self.changes,
-            torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, stand_ins),
-            rng_replay.followed(), closures, communication.followed(), followed(self.replicas) as called,
-            casts_alone(model),
-        ):  # fmt: skip
-            loss = self.request.loss_fn(model, *self.request.rebuild(values))
-            check_untouched(leaves, required)
-            check_memory(named, memory)
-            check_same_parameters(model, stand_ins)
-            check_loss(loss)
-            check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
-            whole_loss = gathered(loss)  # by now: backward begins behind it
-            compat.number_backward(loss)
-            trained = {name: leaves[name] for name in self.trained}
-            asking = wanted_of(batch)
-            with user_line.of_backward():
-                gradients = torch.autograd.grad(loss, [*trained.values(), *asking.values()], allow_unused=True)
-            self._write_back(stand_ins)  # by now: backward may read what a buffer was
-        check_gradients([*trained, *(f"a batch tensor of shape {tuple(x.shape)}" for x in asking.values())], gradients)
-        of_batch = dict(zip(asking, gradients[len(trained) :], strict=True))
-        self.updated = [name for name, grad in zip(trained, gradients, strict=False) if grad is not None]
-        check_called(self.replicas, called, self.updated)
-        results = [whole_loss.detach(), *(part_of(grad) for grad in gradients[: len(trained)] if grad is not None)]
-        handed = handed_over(of_batch, batch, (*flat, *results))
-        self.handed = tuple(handed)
-        return [*results, *handed.values()]
-
-    def _write_back(self, stand_ins: dict[str, torch.Tensor]) -> None:
-        """Copy each buffer that the model has assigned anew into the one that it had, so that the change is kept."""
-        for name, buffer in self.request.model.named_buffers(remove_duplicate=False):
-            before = stand_ins.get(name)
-            if before is None or buffer is before:
-                continue
-            if buffer.shape != before.shape or buffer.dtype != before.dtype:
-                raise CaptureError(f"buffer {name!r} changes shape or dtype during the step; keep both fixed")
-            with torch.no_grad():
-                before.copy_(buffer)
-
-
-def check_loss(loss: object) -> None:
-    """Refuse a ``loss`` that is not a floating-point tensor of no dimension that requires a gradient.
-
-    Raises:
-        CaptureError: says what ``loss_fn`` has returned instead.
-    """
-    if not isinstance(loss, torch.Tensor):
-        several = isinstance(loss, tuple | Mapping)  # as are the outputs of transformers
-        advice = "; of several results, return the loss alone" if several else ""
-        raise CaptureError(f"loss_fn must return a scalar tensor, not {type(loss).__name__}{advice}")
-    if loss.numel() != 1 or loss.dim() != 0:
-        raise CaptureError(
-            f"loss_fn must return a scalar tensor, not one of shape {tuple(loss.shape)}; use .mean() or .sum()"
-        )
-    if not loss.is_floating_point():
-        raise CaptureError(f"the loss must be a floating-point number, not {loss.dtype}")
-    if not loss.requires_grad:
-        raise CaptureError("the loss does not depend on any parameter that requires grad; nothing to train")
-
-
-def check_gradients(sources: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Refuse sparse gradients.
-
-    Args:
-        sources: what they are the gradients of, in words.
-        gradients: the gradient of each, in the same order; None where there is none.
-
-    Raises:
-        CaptureError: names the first.
-    """
-    for name, grad in zip(sources, gradients, strict=True):
-        if grad is not None and grad.layout is not torch.strided:
-            raise CaptureError(f"the gradient of {name} is sparse; train_step needs nn.Embedding(sparse=False)")
-
-
 class _Assembly:
     """Adds optimizer state, scalars and updates to a traced forward and backward, and describes inputs and phases."""
 
     def __init__(
-        self, request: StepRequest, rule: Rule, mode: compat.FakeTensorMode, module: fx.GraphModule, traced: _Trace
+        self, request: StepRequest, rule: Rule, mode: compat.FakeTensorMode, module: fx.GraphModule, traced: Trace
     ) -> None:
         self.request = request
         self.rule = rule
@@ -378,9 +195,9 @@ class _Assembly:
         inputs = placeholders(graph)
         self._describe_inputs(inputs)
         end = output_node(graph)
-        loss, *gradients = _flat(end)
+        loss, *gradients = returned_values(end)
         name_own_parts(graph)
-        phase = _phases(graph, loss)
+        phase = phases_of(graph, loss)
         _trace_back(graph, phase)
         groups = self._groups()
         parameters = dict(zip(self.traced.parameters, inputs, strict=False))
@@ -560,15 +377,6 @@ def _bare(module: fx.GraphModule) -> TrainGraph:
     return TrainGraph("step", module, inputs, outputs, {node.name: Phase.FORWARD for node in operators(graph)})
 
 
-def _flat(end: fx.Node) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.map_arg(end.args[0], nodes.append)
-    flat = end.args[0]
-    if isinstance(flat, list | tuple) and len(flat) != len(nodes):
-        raise CaptureError("tracing lost a gradient; please report this model")
-    return list(flat)  # type: ignore[arg-type]
-
-
 def _trace_back(graph: fx.Graph, phase: Mapping[str, Phase]) -> None:
     """Give operators of backward the line of the forward call that they belong to."""
     lines: dict[int, str] = {}
@@ -580,21 +388,3 @@ def _trace_back(graph: fx.Graph, phase: Mapping[str, Phase]) -> None:
             lines[number] = trace
         elif phase[node.name] is Phase.BACKWARD and not trace and number in lines:
             node.meta["stack_trace"] = lines[number]
-
-
-_DETACHED = (aten.detach.default, aten.alias.default)
-"""What tracing makes of ``loss.detach()``: the first up to torch 2.13, the second from 2.14 on."""
-
-
-def _phases(graph: fx.Graph, loss: fx.Node) -> dict[str, Phase]:
-    """Return the phase of every operator by name: FORWARD up to the loss in trace order, BACKWARD behind it."""
-    nodes = operators(graph)
-    last = loss.all_input_nodes[0] if loss.target in _DETACHED else loss
-    phase, current = {}, Phase.FORWARD
-    for node in nodes:
-        phase[node.name] = current
-        if node is last:
-            current = Phase.BACKWARD
-    if last.op == "call_function" and current is Phase.FORWARD:
-        raise CaptureError(f"torch traced no backward behind the loss ({last.target}); please report this model")
-    return phase

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roamc.capture.step import LossFunction
+from roamc.capture.step_trace import LossFunction
 from roamc.errors import OptionError, nearest
 from roamc.frontends.stages import EMBEDDING, HEAD
 from roamc.frontends.workload import Setting, Workload

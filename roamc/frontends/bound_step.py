@@ -11,7 +11,8 @@ from torch import nn
 
 from roamc import compat
 from roamc.capture.optimizers import Rule, check_state, init_state
-from roamc.capture.step import CapturedStep, Cohort, StepRequest, check_devices, cohort_of
+from roamc.capture.step import CapturedStep, Cohort, check_devices, cohort_of
+from roamc.capture.step_trace import StepRequest
 from roamc.compat_dtensor import is_dtensor, part_of
 from roamc.graph import TrainGraph, attribute
 from roamc.interruptions import uninterrupted

@@ -15,7 +15,7 @@ from torch import fx, nn
 from roamc import compat
 from roamc.capture import joint
 from roamc.capture.batch import take_apart
-from roamc.capture.step import LossFunction
+from roamc.capture.step_trace import LossFunction
 from roamc.errors import OptionError, RoamcError
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, Record, compile_graph

@@ -23,15 +23,8 @@ from roamc.capture.hooks import NodeHooks, hooks_key
 from roamc.capture.optimizers import rule_for
 from roamc.capture.replicas import check_around, check_whole
 from roamc.capture.shared import check_shared, check_state, sharing
-from roamc.capture.step import (
-    CapturedStep,
-    Cohort,
-    LossFunction,
-    Source,
-    StepRequest,
-    capture_step,
-    optimizer_key,
-)
+from roamc.capture.step import CapturedStep, Cohort, Source, capture_step, optimizer_key
+from roamc.capture.step_trace import LossFunction, StepRequest
 from roamc.compat_fsdp import take_apart as take_parameters_apart
 from roamc.errors import CaptureError, RoamcError, VerifyError
 from roamc.frontends import optimizer_hooks

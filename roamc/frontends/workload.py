@@ -18,7 +18,8 @@ from torch import nn
 from roamc.capture import joint
 from roamc.capture.batch import put_together, take_apart
 from roamc.capture.moved import CPU, moved, traced_for
-from roamc.capture.step import LossFunction, StepRequest, capture_step
+from roamc.capture.step import capture_step
+from roamc.capture.step_trace import LossFunction, StepRequest
 from roamc.errors import CaptureError, OptionError, nearest
 from roamc.frontends.arguments import check_call, check_forward
 from roamc.graph import TrainGraph

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc.capture.step import CapturedStep, StepRequest, capture_step
+from roamc.capture.step import CapturedStep, capture_step
+from roamc.capture.step_trace import StepRequest
 from roamc.graph import Phase, Role, operators, placeholders, source_line, verify
 from tests.end_to_end.cases import BatchNorm, Layers, Tied
 from tests.end_to_end.helpers import assert_same, noise, square, tensors_of

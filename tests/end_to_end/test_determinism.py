@@ -13,7 +13,8 @@ import pytest
 import roamc
 from roamc import compat_aot
 from roamc.capture import joint
-from roamc.capture.step import StepRequest, capture_step
+from roamc.capture.step import capture_step
+from roamc.capture.step_trace import StepRequest
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.planning import search

@@ -14,7 +14,8 @@ from torch import nn
 import roamc
 from roamc import compat, compat_aot
 from roamc.capture import joint
-from roamc.capture.step import StepRequest, capture_step
+from roamc.capture.step import capture_step
+from roamc.capture.step_trace import StepRequest
 from roamc.graph import TrainGraph
 from roamc.graph.memory import Place, build_memory
 from roamc.options import Options
