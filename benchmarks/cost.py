@@ -84,7 +84,7 @@ def _operators(graph: Any) -> list[Any]:
 
 def _stamped(executable: Any, now: Clock) -> list[float]:
     """Make the program read the clock before every operator, into the list that is returned."""
-    from roamc import compat
+    from roamc.compat_operators import direct
     from roamc.operators import ops
     from roamc.runtime.program import compiled, load
 
@@ -98,7 +98,7 @@ def _stamped(executable: Any, now: Clock) -> list[float]:
         return stamped
 
     constants = {
-        name: stamp(compat.direct(value)) if name != "torch" and callable(value) and not ops.is_view(value) else value
+        name: stamp(direct(value)) if name != "torch" and callable(value) and not ops.is_view(value) else value
         for name, value in executable.program.constants.items()
     }
     stamped_program = dataclasses.replace(executable.program, constants=constants)

@@ -11,7 +11,6 @@ import functools
 import itertools
 import logging
 import os
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,10 +18,8 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,29 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from roamc.compat_dtensor import is_dtensor, part_of
 from roamc.errors import CaptureError
 
-__all__ = [
-    "CaptureMode",
-    "DataDependentError",
-    "DynamicShapeError",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "clear_autocast_cache",
-    "fake_input",
-    "fake_mode_of",
-    "fake_parameter",
-    "has_kernel",
-    "has_open_size",
-    "is_traced",
-    "keeps_graph",
-    "lazy_module",
-    "node_of",
-    "reparametrized",
-    "saved_tensor_hooks_active",
-    "trace",
-    "without_modes",
-]
+__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload"]  # torch's, for others to import here
 
 without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
 """A context manager to use while a graph is traced: operators inside run on real tensors and do not enter the graph."""
@@ -309,33 +284,6 @@ def quiet_meta() -> Iterator[None]:
         logger.removeFilter(other)
 
 
-def original(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that ``torch.compile`` has wrapped in ``model``; ``model`` itself if it is not compiled."""
-    from torch._dynamo import OptimizedModule
-
-    return model._orig_mod if isinstance(model, OptimizedModule) else model
-
-
-@contextlib.contextmanager
-def uncompiled(model: torch.nn.Module) -> Iterator[None]:
-    """Within this context, run ``model`` and its submodules as plain modules, although ``compile`` was called on them.
-
-    While FX traces, everything else that ``torch.compile`` has made runs plain as well, functions included.
-    """
-    from torch._dynamo import config
-
-    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
-    implementations = [module._compiled_call_impl for module in compiled]
-    for module in compiled:
-        module._compiled_call_impl = None
-    try:
-        with config.patch(error_on_nested_fx_trace=False):
-            yield
-    finally:
-        for module, implementation in zip(compiled, implementations, strict=True):
-            module._compiled_call_impl = implementation
-
-
 def number_backward(loss: torch.Tensor) -> None:
     """Register hooks by which operators of backward get the ``meta["seq_nr"]`` of their forward call.
 
@@ -372,18 +320,6 @@ def fake_input(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -
     with mode:
         fresh = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=target)
     return with_bits(fresh, conj=like.is_conj(), neg=like.is_neg()).requires_grad_(like.requires_grad)
-
-
-def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
-    """Return what ATen's ``suggest_memory_format`` says of a tensor: channels last, or contiguous."""
-    memory_format: torch.memory_format = suggest_memory_format(tensor)
-    return memory_format
-
-
-def ordered_strides(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return the strides that ATen's ``TensorIterator`` gives the result of ``operands``, which must have one shape."""
-    strides: tuple[int, ...] = compute_elementwise_output_strides(*operands)
-    return strides
 
 
 def fake_mode_of(value: object) -> FakeTensorMode | None:
@@ -459,82 +395,6 @@ def clear_autocast_cache() -> None:
     torch.clear_autocast_cache()
 
 
-_TABLES = threading.local()
-
-
-@contextlib.contextmanager
-def decompositions(table: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
-    """Within this context, trace the operators of ``table`` by its functions, not by torch's decompositions.
-
-    A function gets the operator's arguments and returns its results, or NotImplemented to have torch's own run. Other
-    threads do not notice.
-    """
-    for target in table:
-        _consult_tables(target)
-    before: Mapping[OpOverload, Callable[..., Any]] = getattr(_TABLES, "now", {})
-    _TABLES.now = {**before, **table}
-    try:
-        yield
-    finally:
-        _TABLES.now = before
-
-
-def on_cpu(target: OpOverload) -> Callable[..., Any]:
-    """Return what computes on a CPU what ``target`` does: itself, or torch's decomposition where it has no kernel."""
-    name = target.name()
-    keys = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-    if any(has_kernel(name, key) for key in keys):
-        return target
-    implementation: Callable[..., Any] = decomposition_table.get(target, target)
-    return implementation
-
-
-def whole(target: OpOverload) -> Callable[..., Any]:
-    """Return a function for :func:`decompositions` that calls ``target`` as eager does: a trace has one operator."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._DisablePythonDispatcher():
-            return target(*args, **kwargs)
-
-    return run
-
-
-@functools.cache
-def _consult_tables(target: OpOverload) -> None:
-    """From now on, torch's decompositions of ``target`` run unless a table of the calling thread has another."""
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    if composite not in target.py_kernels and has_kernel(target.name(), composite.name):  # comes apart in C++
-        target.py_kernels[composite] = functools.partial(target._op_dk, composite)
-    for key in (composite, torch._C.DispatchKey.Autograd):
-        if key in target.py_kernels:
-            target.py_kernels[key] = functools.partial(_choose, target, target.py_kernels[key])
-    target._dispatch_cache.clear()
-
-
-def _choose(target: OpOverload, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    ours = getattr(_TABLES, "now", {}).get(target)
-    result = NotImplemented if ours is None else ours(*args, **kwargs)
-    return own(*args, **kwargs) if result is NotImplemented else result
-
-
-def direct(target: Any) -> Any:
-    """Return the callable behind an operator overload, which saves a Python frame per call; others as they are."""
-    return target._op if isinstance(target, OpOverload) else target
-
-
-def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
-    """Whether an operator, such as ``"aten::mm.out"``, has a kernel of its own for a key: ``"CPU"`` or ``"CUDA"``."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key))
-
-
-@functools.cache
-def onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has convolutions for bfloat16 or float16 on this machine's processor, as torch decides it."""
-    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
-    return torch.backends.mkldnn.is_available() and is_supported is not None and bool(is_supported())
-
-
 def keeps_graph() -> bool:
     """Whether the backward call that runs now was asked to keep the graph (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -557,34 +417,6 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     from torch.utils import _pytree as pytree
 
     return pytree.tree_unflatten(list(leaves), spec)
-
-
-def compile_in_place(
-    model: torch.nn.Module, backend: Callable[..., Any], around: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
-    """Compile ``model`` in place with dynamic shapes off.
-
-    ``backend`` is a dynamo backend. ``around`` gets the compiled call of the model, and returns the function that calls
-    of the model run in its place; it may be called twice, and the last function counts. Dynamo leaves out recurrent
-    layers, and models of torch's own classes, by default; here it traces them, too.
-    """
-    from torch._dynamo import config, external_utils, trace_rules
-
-    model.compile(backend=backend, dynamic=False)
-    if trace_rules.check(model.forward):
-        # Dynamo skips the frames of torch's own modules unless they are called from a frame that it traces.
-        wrapped = external_utils.wrap_inline(model._call_impl)
-        model._compiled_call_impl = torch.compile(wrapped, backend=backend, dynamic=False)
-    compiled: Any = model._compiled_call_impl
-    model._compiled_call_impl = around(compiled)
-    if not any(isinstance(module, torch.nn.RNNBase) for module in model.modules()) or not hasattr(config, "allow_rnn"):
-        return
-
-    def with_recurrent_layers(*args: Any, **kwargs: Any) -> Any:
-        with config.patch(allow_rnn=True):
-            return compiled(*args, **kwargs)
-
-    model._compiled_call_impl = around(with_recurrent_layers)
 
 
 def is_traced(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""torch's private interfaces, second of four files: AOTAutograd, which traces a model. See roamc/compat.py."""
+"""torch's private interfaces, AOTAutograd, which traces a model. See roamc/compat.py."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from roamc.compat import (
     flatten,
     quiet_meta,
     reparametrized,
-    uncompiled,
     unflatten,
 )
+from roamc.compat_dynamo import uncompiled
 from roamc.graph.keep import keep_saved
 
 

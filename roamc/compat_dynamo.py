@@ -1,18 +1,18 @@
-"""torch's private interfaces, third of four files: dynamo, the tracer in front of a backend. See roamc/compat.py."""
+"""torch's private interfaces, dynamo, the tracer in front of a backend. See roamc/compat.py."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import convert_frame, eval_frame, external_utils
+from torch._dynamo import OptimizedModule, config, convert_frame, eval_frame, external_utils, trace_rules
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
@@ -140,7 +140,6 @@ def compilation(args: Sequence[Any]) -> Iterator[list[Any]]:
     Yields:
         ``args`` with fakes for tensors, all sizes known.
     """
-    from torch._dynamo import config
     from torch._guards import TracingContext, tracing
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -166,3 +165,52 @@ def unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+def original(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` has wrapped in ``model``; ``model`` itself if it is not compiled."""
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+@contextlib.contextmanager
+def uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """Within this context, run ``model`` and its submodules as plain modules, although ``compile`` was called on them.
+
+    While FX traces, everything else that ``torch.compile`` has made runs plain as well, functions included.
+    """
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    implementations = [module._compiled_call_impl for module in compiled]
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        with config.patch(error_on_nested_fx_trace=False):
+            yield
+    finally:
+        for module, implementation in zip(compiled, implementations, strict=True):
+            module._compiled_call_impl = implementation
+
+
+def compile_in_place(
+    model: torch.nn.Module, backend: Callable[..., Any], around: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Compile ``model`` in place with dynamic shapes off.
+
+    ``backend`` is a dynamo backend. ``around`` gets the compiled call of the model, and returns the function that calls
+    of the model run in its place; it may be called twice, and the last function counts. Dynamo leaves out recurrent
+    layers, and models of torch's own classes, by default; here it traces them, too.
+    """
+    model.compile(backend=backend, dynamic=False)
+    if trace_rules.check(model.forward):
+        # Dynamo skips the frames of torch's own modules unless they are called from a frame that it traces.
+        wrapped = external_utils.wrap_inline(model._call_impl)
+        model._compiled_call_impl = torch.compile(wrapped, backend=backend, dynamic=False)
+    compiled: Any = model._compiled_call_impl
+    model._compiled_call_impl = around(compiled)
+    if not any(isinstance(module, torch.nn.RNNBase) for module in model.modules()) or not hasattr(config, "allow_rnn"):
+        return
+
+    def with_recurrent_layers(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(allow_rnn=True):
+            return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = around(with_recurrent_layers)

@@ -25,6 +25,7 @@ FLOOR = tuple(
             "compat_groups",
             "compat_hooks",
             "compat_onednn",
+            "compat_operators",
             "decode",
             "errors",
             "files",
@@ -112,7 +113,7 @@ READ_ADDRESSES = {
 # The modules that may name what torch keeps to itself.
 COMPAT = (
     "roamc.compat",
-    *(f"roamc.compat_{of}" for of in ("aot", "dtensor", "dynamo", "fsdp", "groups", "hooks", "onednn")),
+    *(f"roamc.compat_{of}" for of in ("aot", "dtensor", "dynamo", "fsdp", "groups", "hooks", "onednn", "operators")),
 )
 
 

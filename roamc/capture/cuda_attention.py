@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from roamc.compat import decompositions
+from roamc.compat_operators import decompositions
 
 aten = torch.ops.aten
 

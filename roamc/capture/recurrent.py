@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from roamc import compat
+from roamc.compat_operators import decompositions
 
 aten = torch.ops.aten
 State = tuple[Tensor, ...]
@@ -174,4 +175,4 @@ def decomposed() -> AbstractContextManager[None]:
 
     Dropout between layers is kept. An LSTM without dropout whose tensors require no gradient is left to torch.
     """
-    return compat.decompositions(DECOMPOSITIONS)
+    return decompositions(DECOMPOSITIONS)

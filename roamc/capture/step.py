@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roamc import compat
+from roamc import compat, compat_dynamo
 from roamc.capture import fully_sharded
 from roamc.capture.attributes import Change
 from roamc.capture.closures import check_written, join_constants
@@ -220,7 +220,7 @@ class _Assembly:
         self.module.recompile()
         number(graph)
         captured = TrainGraph(
-            name=type(compat.original(self.request.model)).__name__,
+            name=type(compat_dynamo.original(self.request.model)).__name__,
             module=self.module,
             inputs=tuple(self.ports),
             outputs=(Port("loss", Role.LOSS), *self._handed_ports()),

@@ -111,7 +111,7 @@ class Trace:
         try:
             with (
                 refusals.in_one_line(),
-                compat.uncompiled(self.request.model),
+                compat_dynamo.uncompiled(self.request.model),
                 recurrent.decomposed(),
                 kept_whole(),
                 compat_dynamo.unchecked_distributions(),

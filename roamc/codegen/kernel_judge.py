@@ -40,7 +40,8 @@ from roamc.codegen.group_verdicts import GroupFault, Place, Verdict, close, each
 from roamc.codegen.kernel_columns import Columns, assembled, copies, moves_columns, needs_of, result_of, shape_of
 from roamc.codegen.partials_judge import PartialRows, judge_ends
 from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer, widened
-from roamc.compat import on_cpu, without_modes
+from roamc.compat import without_modes
+from roamc.compat_operators import on_cpu
 from roamc.graph import output_node, placeholders
 from roamc.interruptions import interruption
 from roamc.operators import ops

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from roamc import compat, compat_hooks
+from roamc import compat_hooks
+from roamc.compat_dynamo import original
 from roamc.errors import CaptureError, OptionError
 
 
@@ -41,7 +42,7 @@ def check_not_compiled(model: nn.Module, way: str) -> None:
     Raises:
         CaptureError: says what to call instead.
     """
-    if compat.original(model) is not model:
+    if original(model) is not model:
         raise CaptureError(
             f"this model was made by torch.compile, which has given it to a backend already; call roamc.{way} on the "
             "model before torch.compile, or write torch.compile(model, backend='roamc')"

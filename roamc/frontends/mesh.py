@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from roamc.capture.tensor_parallel import check_called, check_names, split, unmatched
-from roamc.compat import original
+from roamc.compat_dynamo import original
 from roamc.compat_groups import planned_for
 from roamc.errors import OptionError, RoamcError, nearest
 from roamc.frontends.stages import Stage, stage_note

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roamc import compat
 from roamc.capture import joint
 from roamc.capture.batch import take_apart
 from roamc.capture.step_trace import LossFunction
+from roamc.compat_dynamo import compile_in_place
 from roamc.errors import OptionError, RoamcError
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, Record, compile_graph
@@ -53,7 +53,7 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     def roamc(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         return record.calls.counted(compile_graph(gm, example_inputs, parsed, record))
 
-    compat.compile_in_place(model, roamc, functools.partial(checked, weakref.ref(model), record, parsed))
+    compile_in_place(model, roamc, functools.partial(checked, weakref.ref(model), record, parsed))
     _RECORDS[model] = record
     return model
 

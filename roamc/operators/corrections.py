@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode, OpOverload, suggested_format
+from roamc.compat import FakeTensorMode, OpOverload
+from roamc.compat_operators import suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
 from roamc.graph.rewrite import derived, given, mode_of, settings_of, value_of

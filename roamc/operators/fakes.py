@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roamc.compat import OpOverload, decompositions, suggested_format, whole
+from roamc.compat import OpOverload
+from roamc.compat_operators import decompositions, suggested_format, whole
 from roamc.operators import ops
 from roamc.operators.pointwise import laid_out
 from roamc.operators.table import Strides

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload, suggested_format
+from roamc.compat import OpOverload
+from roamc.compat_operators import suggested_format
 from roamc.operators.collectives import FINISHED, NAMESPACE
 from roamc.operators.composite import Composite
 from roamc.operators.costs.cost import Cost

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload, has_kernel, suggested_format
+from roamc.compat import OpOverload
+from roamc.compat_operators import has_kernel, suggested_format
 from roamc.graph import tensors_of
 from roamc.operators.composite import Composite
 from roamc.operators.kernels import kernel_of

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from roamc.compat import FakeTensorMode, OpOverload, ordered_strides
+from roamc.compat import FakeTensorMode, OpOverload
+from roamc.compat_operators import ordered_strides
 from roamc.graph.rewrite import given
 from roamc.operators import ops
 from roamc.operators.table import Strides

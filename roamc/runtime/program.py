@@ -18,6 +18,7 @@ from roamc import compat
 from roamc.codegen.judge import check_program
 from roamc.codegen.partition import partitioned
 from roamc.codegen.source import ARGUMENT, Entry, Program, emit
+from roamc.compat_operators import direct
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError
 from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.graph.memory import build_memory
@@ -530,7 +531,7 @@ def load(program: Program, code: CodeType) -> Callable[[Arena], Bound]:
     ``bind`` makes the planned tensors over an arena and returns the program's functions by name.
     """
     namespace = {
-        name: value if name.startswith(ARGUMENT) else compat.direct(value) for name, value in program.constants.items()
+        name: value if name.startswith(ARGUMENT) else direct(value) for name, value in program.constants.items()
     }
     exec(code, namespace)
     bind: Callable[[Arena], Bound] = namespace["bind"]

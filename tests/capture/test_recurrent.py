@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 
-from roamc import compat
 from roamc.capture.recurrent import DECOMPOSITIONS, decomposed
+from roamc.compat_operators import decompositions
 from tests.end_to_end.helpers import assert_same, noise, onednn, seeded
 
 aten = torch.ops.aten
@@ -99,7 +99,7 @@ def test_only_the_thread_that_traces_has_these_decompositions() -> None:
         with enable_python_dispatcher():
             nn.GRU(8, 11)(noise(3, 4, 8))
 
-    with compat.decompositions({aten.gru.input: noted}):
+    with decompositions({aten.gru.input: noted}):
         other = threading.Thread(target=run)
         other.start()
         other.join()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roamc.compat import has_kernel
+from roamc.compat_operators import has_kernel
 from roamc.operators import ops
 from roamc.operators.collectives import NAMESPACE
 from roamc.operators.kernels import KERNELS

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from roamc.compat import onednn_takes
+from roamc.compat_operators import onednn_takes
 from roamc.operators.call import Call, tensor_at
 from roamc.units import Bytes
 

@@ -1,0 +1,102 @@
+"""torch's private interfaces: operators, their kernels and decompositions. See roamc/compat.py."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+
+
+def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
+    """Return what ATen's ``suggest_memory_format`` says of a tensor: channels last, or contiguous."""
+    memory_format: torch.memory_format = suggest_memory_format(tensor)
+    return memory_format
+
+
+def ordered_strides(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the strides that ATen's ``TensorIterator`` gives the result of ``operands``, which must have one shape."""
+    strides: tuple[int, ...] = compute_elementwise_output_strides(*operands)
+    return strides
+
+
+_TABLES = threading.local()
+
+
+@contextlib.contextmanager
+def decompositions(table: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
+    """Within this context, trace the operators of ``table`` by its functions, not by torch's decompositions.
+
+    A function gets the operator's arguments and returns its results, or NotImplemented to have torch's own run. Other
+    threads do not notice.
+    """
+    for target in table:
+        _consult_tables(target)
+    before: Mapping[OpOverload, Callable[..., Any]] = getattr(_TABLES, "now", {})
+    _TABLES.now = {**before, **table}
+    try:
+        yield
+    finally:
+        _TABLES.now = before
+
+
+def on_cpu(target: OpOverload) -> Callable[..., Any]:
+    """Return what computes on a CPU what ``target`` does: itself, or torch's decomposition where it has no kernel."""
+    name = target.name()
+    keys = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    if any(has_kernel(name, key) for key in keys):
+        return target
+    implementation: Callable[..., Any] = decomposition_table.get(target, target)
+    return implementation
+
+
+def whole(target: OpOverload) -> Callable[..., Any]:
+    """Return a function for :func:`decompositions` that calls ``target`` as eager does: a trace has one operator."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisablePythonDispatcher():
+            return target(*args, **kwargs)
+
+    return run
+
+
+@functools.cache
+def _consult_tables(target: OpOverload) -> None:
+    """From now on, torch's decompositions of ``target`` run unless a table of the calling thread has another."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    if composite not in target.py_kernels and has_kernel(target.name(), composite.name):  # comes apart in C++
+        target.py_kernels[composite] = functools.partial(target._op_dk, composite)
+    for key in (composite, torch._C.DispatchKey.Autograd):
+        if key in target.py_kernels:
+            target.py_kernels[key] = functools.partial(_choose, target, target.py_kernels[key])
+    target._dispatch_cache.clear()
+
+
+def _choose(target: OpOverload, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    ours = getattr(_TABLES, "now", {}).get(target)
+    result = NotImplemented if ours is None else ours(*args, **kwargs)
+    return own(*args, **kwargs) if result is NotImplemented else result
+
+
+def direct(target: Any) -> Any:
+    """Return the callable behind an operator overload, which saves a Python frame per call; others as they are."""
+    return target._op if isinstance(target, OpOverload) else target
+
+
+def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
+    """Whether an operator, such as ``"aten::mm.out"``, has a kernel of its own for a key: ``"CPU"`` or ``"CUDA"``."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key))
+
+
+@functools.cache
+def onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has convolutions for bfloat16 or float16 on this machine's processor, as torch decides it."""
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
+    return torch.backends.mkldnn.is_available() and is_supported is not None and bool(is_supported())
