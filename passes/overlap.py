@@ -20,7 +20,8 @@ from roamc.cost import load_profile, prices, workspaces
 from roamc.cost.collectives import collectives, exposed_seconds
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph, copied, main_device
-from roamc.graph.memory import build_memory, live_bytes, rearranged
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory, rearranged
 from roamc.operators.schemas import group_of
 from roamc.options import Options
 from roamc.rewriting.arrange import arrange

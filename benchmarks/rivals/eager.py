@@ -9,7 +9,8 @@ import torch
 
 from roamc.graph import Phase
 from roamc.graph.eager_memory import eager_lifetimes
-from roamc.graph.memory import Int64s, MemoryModel, sizes, timeline
+from roamc.graph.lifetimes import sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel
 from roamc.units import Bytes
 
 aten = torch.ops.aten

@@ -14,7 +14,8 @@ from roamc.cost import workspace_bytes
 from roamc.cost.profile import DeviceProfile
 from roamc.graph import Phase, TrainGraph, main_device, operators, tensors_of
 from roamc.graph.keep import is_kept
-from roamc.graph.memory import MemoryModel, Place, build_memory, lifetimes, live_bytes
+from roamc.graph.lifetimes import lifetimes, live_bytes
+from roamc.graph.memory import MemoryModel, Place, build_memory
 from roamc.graph.storage_ids import all_ids, ids_of
 from roamc.operators import blocks, in_place, ops
 from roamc.operators.gpu.operands import needs_rows

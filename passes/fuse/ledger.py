@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from torch import fx
 
 from roamc.graph import tensors_of
-from roamc.graph.memory import Int64s, MemoryModel, Place, lifetimes, sizes, timeline
+from roamc.graph.lifetimes import lifetimes, sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, Place
 from roamc.units import Bytes
 
 Undo = Callable[[], object]

@@ -15,7 +15,7 @@ import numpy as np
 
 from roamc.cost import objects
 from roamc.errors import VerifyError
-from roamc.graph.memory import most_alive
+from roamc.graph.lifetimes import most_alive
 from roamc.options import Options
 from roamc.passes.layout import trims
 from roamc.passes.layout.placement import (

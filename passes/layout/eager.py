@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from roamc.graph.eager_memory import eager_lifetimes
-from roamc.graph.memory import Int64s, MemoryModel, Place, sizes, timeline
+from roamc.graph.lifetimes import sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, Place
 from roamc.units import Bytes
 
 Bools = npt.NDArray[np.bool_]

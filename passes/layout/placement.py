@@ -25,17 +25,8 @@ import numpy as np
 from roamc.cost import workspaces
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.in_flight import waiting_bytes
-from roamc.graph.memory import (
-    Int64s,
-    MemoryModel,
-    Operator,
-    Place,
-    dropped_lifetimes,
-    lifetimes,
-    sizes,
-    started_by,
-    timeline,
-)
+from roamc.graph.lifetimes import dropped_lifetimes, lifetimes, sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, Operator, Place, started_by
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.passes.layout.eager import Bools, Floor, Moments, at_moments, moments
 from roamc.passes.layout.effort import EFFORT, Effort

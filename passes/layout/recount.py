@@ -10,7 +10,8 @@ from roamc.cost import objects
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph
 from roamc.graph.layout import Layout, Trim
-from roamc.graph.memory import Int64s, MemoryModel, build_memory, most_alive
+from roamc.graph.lifetimes import most_alive
+from roamc.graph.memory import Int64s, MemoryModel, build_memory
 from roamc.passes.layout.eager import Bools
 from roamc.passes.layout.placement import Table, apart_bytes, arena_live, make_table, outside_live, peak
 from roamc.passes.layout.trims import taken

@@ -12,24 +12,13 @@ import numpy as np
 from torch import fx
 
 from roamc.graph import Phase
-from roamc.graph.memory import (
-    WROTE_OVER,
-    Int64s,
-    MemoryModel,
-    Place,
-    Step,
-    Storage,
-    dropped_lifetimes,
-    lifetimes,
-    root_of,
-    sizes,
-    timeline,
-)
+from roamc.graph.lifetimes import dropped_lifetimes, lifetimes, sizes, timeline
+from roamc.graph.memory import WROTE_OVER, Int64s, MemoryModel, Place, Step, Storage, root_of
 from roamc.operators import ops
 
 
 def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int64s, Int64s]:
-    """Return ``born`` and ``dead`` of :func:`roamc.graph.memory.lifetimes` as eager PyTorch has them, in graph order.
+    """Return ``born`` and ``dead`` of :func:`roamc.graph.lifetimes.lifetimes` as eager has them, in graph order.
 
     Gradients live to the end of the step. Some operators of the graph make a value that eager writes over the
     operator's first argument. Where that argument is all of a temporary's storage and has its last use there, it dies
@@ -39,7 +28,7 @@ def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int6
     Args:
         memory: of a graph in program order.
         dropped: whether the caller drops the outputs of forward at once, see
-            :func:`roamc.graph.memory.dropped_lifetimes`.
+            :func:`roamc.graph.lifetimes.dropped_lifetimes`.
 
     Returns:
         ``born`` and ``dead``, int64, an entry for each storage of ``memory.counted``, in steps.

@@ -26,7 +26,8 @@ from torch import fx
 
 from roamc import files
 from roamc.graph import TrainGraph, maker_of, operators, output_values, placeholders, source_line, tensors_of
-from roamc.graph.memory import Int64s, MemoryModel, Place, Storage, build_memory, lifetimes, sizes, timeline
+from roamc.graph.lifetimes import lifetimes, sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, Place, Storage, build_memory
 from roamc.operators import ops
 from roamc.operators.schemas import name_of
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from roamc.errors import REQUIRED, PlanError
 from roamc.graph import TrainGraph, main_device
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.passes import layout, overlap, reorder, retain, shard
 from roamc.planning import pipeline

@@ -17,7 +17,8 @@ from roamc.cost import utilisation
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
 from roamc.graph.in_flight import waiting_bytes
-from roamc.graph.memory import build_memory, input_bytes, most_alive
+from roamc.graph.lifetimes import most_alive
+from roamc.graph.memory import build_memory, input_bytes
 from roamc.graph.ranks import planned_groups, with_same_plan
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options

@@ -11,7 +11,8 @@ from roamc import decode
 from roamc.cost import workspaces
 from roamc.errors import BudgetError
 from roamc.graph import TrainGraph, main_device
-from roamc.graph.memory import build_memory, input_bytes, lifetimes, sizes, timeline
+from roamc.graph.lifetimes import lifetimes, sizes, timeline
+from roamc.graph.memory import build_memory, input_bytes
 from roamc.operators.fused import Fused
 from roamc.passes import layout, reorder, retain
 from roamc.planning import other_orders

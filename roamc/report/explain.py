@@ -16,7 +16,8 @@ import numpy as np
 from roamc.graph import Phase, TrainGraph
 from roamc.graph.eager_memory import eager_lifetimes
 from roamc.graph.layout import Layout
-from roamc.graph.memory import Int64s, MemoryModel, Place, Storage, build_memory, lifetimes, sizes, timeline
+from roamc.graph.lifetimes import lifetimes, sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, Place, Storage, build_memory
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.operators.schemas import name_of
 from roamc.planning.plan import Plan

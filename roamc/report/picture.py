@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from roamc.graph import TrainGraph
-from roamc.graph.memory import Int64s, MemoryModel, Step, build_memory, sizes, timeline
+from roamc.graph.lifetimes import sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, Step, build_memory
 from roamc.operators.schemas import name_of
 from roamc.report.explain import KINDS, Explanation, Live, Lives, describe, lives_of
 from roamc.report.origin import origin, parameter_names

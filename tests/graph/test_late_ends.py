@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph
 from roamc.graph.layout import Layout
-from roamc.graph.memory import build_memory, lifetimes, live_bytes
+from roamc.graph.lifetimes import lifetimes, live_bytes
+from roamc.graph.memory import build_memory
 from roamc.graph.verify import check_graph
 from roamc.operators import ops
 from roamc.operators.table import ROWS, Row, Space

@@ -13,18 +13,8 @@ from torch import Tensor
 
 from roamc.graph import Phase, TrainGraph
 from roamc.graph.eager_memory import eager_live_bytes
-from roamc.graph.memory import (
-    _KEPT_AS,
-    WROTE_OVER,
-    MemoryModel,
-    Place,
-    _Builder,
-    _state,
-    build_memory,
-    input_bytes,
-    lifetimes,
-    live_bytes,
-)
+from roamc.graph.lifetimes import lifetimes, live_bytes
+from roamc.graph.memory import _KEPT_AS, WROTE_OVER, MemoryModel, Place, _Builder, _state, build_memory, input_bytes
 from roamc.graph.verify import constraints
 from roamc.options import Options
 from roamc.passes import reorder, reuse

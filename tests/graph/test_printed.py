@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from roamc.graph import Encoding, operators, output_values, placeholders
-from roamc.graph.memory import build_memory, lifetimes
+from roamc.graph.lifetimes import lifetimes
+from roamc.graph.memory import build_memory
 from roamc.graph.printed import operator_graph, printed, write_graphml
 from roamc.operators.ops import Need
 from roamc.options import parse_options

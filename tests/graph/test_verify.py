@@ -17,7 +17,8 @@ from roamc import cost
 from roamc.errors import OptionError, VerifyError, way_out
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, placeholders
 from roamc.graph.layout import Layout, Trim
-from roamc.graph.memory import Place, build_memory, lifetimes
+from roamc.graph.lifetimes import lifetimes
+from roamc.graph.memory import Place, build_memory
 from roamc.graph.verify import Constraints, check_graph, constraints
 from roamc.operators import ops
 from roamc.operators.fused import Fused, fuse

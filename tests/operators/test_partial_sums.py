@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from roamc.codegen.group_judge import check_group
 from roamc.cost import load_profile, seconds, workspace_bytes
 from roamc.graph import TrainGraph, operators, value_flow, verify
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Numbers
 from roamc.operators.gpu import fused_kernel, partial_sums
 from roamc.operators.gpu.fused_kernel import FusedKernel

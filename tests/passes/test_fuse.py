@@ -17,7 +17,8 @@ from roamc.codegen.source import emit
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, TrainGraph, copied, operators, value_flow, verify
 from roamc.graph.keep import KEEP, KEY
-from roamc.graph.memory import build_memory, lifetimes, live_bytes, timeline
+from roamc.graph.lifetimes import lifetimes, live_bytes, timeline
+from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Numbers
 from roamc.operators import blocks
 from roamc.operators.fused import Fused

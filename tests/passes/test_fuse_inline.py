@@ -14,7 +14,8 @@ import roamc
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, TrainGraph, copied, operators, placeholders, value_flow, verify
 from roamc.graph.keep import KEEP, KEY
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.graph.storage_ids import number_result
 from roamc.graph.value_numbers import Numbers
 from roamc.operators import blocks

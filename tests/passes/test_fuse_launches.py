@@ -17,7 +17,8 @@ from roamc.codegen.group_judge import check_group, check_groups
 from roamc.codegen.group_verdicts import Place
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph, copied, operators, placeholders, value_flow, verify
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.graph.storage_ids import STORAGES, new_id
 from roamc.graph.value_numbers import Numbers
 from roamc.operators.gpu import multi_tensor

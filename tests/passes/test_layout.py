@@ -13,7 +13,8 @@ from torch.testing import FileCheck
 from roamc.codegen.source import emit
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph
-from roamc.graph.memory import Place, build_memory, lifetimes, live_bytes
+from roamc.graph.lifetimes import lifetimes, live_bytes
+from roamc.graph.memory import Place, build_memory
 from roamc.options import Options
 from roamc.passes import layout
 from roamc.planning.layout_judge import check_layout

@@ -19,7 +19,8 @@ from roamc.cost import load_profile, prices, step_seconds
 from roamc.cost.collectives import collectives, exposed_seconds
 from roamc.errors import PlanError, UnfinishedError, VerifyError
 from roamc.graph import TrainGraph, value_flow
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.graph.storage_ids import number_result
 from roamc.graph.value_numbers import Numbers
 from roamc.graph.verify import check_graph, constraints

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from roamc.graph import TrainGraph
-from roamc.graph.memory import Place, build_memory, lifetimes, live_bytes, sizes, timeline
+from roamc.graph.lifetimes import lifetimes, live_bytes, sizes, timeline
+from roamc.graph.memory import Place, build_memory
 from roamc.options import Options
 from roamc.passes.layout import trims
 from roamc.passes.layout.effort import EFFORT

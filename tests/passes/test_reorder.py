@@ -11,7 +11,8 @@ from torch.testing import FileCheck
 
 from roamc.errors import OptionError, PlanError
 from roamc.graph import TrainGraph
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.graph.verify import check_graph, constraints
 from roamc.options import Options
 from roamc.passes import reorder, reuse

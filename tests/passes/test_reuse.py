@@ -11,7 +11,8 @@ from torch import Tensor
 
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, TrainGraph, operators
-from roamc.graph.memory import Place, build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import Place, build_memory
 from roamc.graph.storage_ids import ids_of
 from roamc.graph.verify import check_graph
 from roamc.operators import ops

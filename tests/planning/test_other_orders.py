@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from roamc.graph import TrainGraph
-from roamc.graph.memory import MemoryModel, build_memory, lifetimes, live_bytes
+from roamc.graph.lifetimes import lifetimes, live_bytes
+from roamc.graph.memory import MemoryModel, build_memory
 from roamc.options import Options
 from roamc.passes import layout, normalize, reorder, reuse
 from roamc.planning import other_orders, search

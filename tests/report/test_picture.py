@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from roamc.graph.eager_memory import eager_live_bytes
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.planning import search
 from roamc.planning.planned import Planned

@@ -16,7 +16,8 @@ from roamc.cli.request import Request, answer
 from roamc.frontends.workload import capture
 from roamc.graph import TrainGraph
 from roamc.graph.eager_memory import eager_live_bytes
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.planning import search
 from roamc.report import text

@@ -13,7 +13,8 @@ from roamc import cost
 from roamc.cli.request import Request, mesh_of, picture, workload_of
 from roamc.frontends.workload import capture
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
-from roamc.graph.memory import build_memory, live_bytes, most_alive
+from roamc.graph.lifetimes import live_bytes, most_alive
+from roamc.graph.memory import build_memory
 from roamc.report import text
 from roamc.report.explain import Explanation
 from roamc.report.html import render

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from roamc.graph import TrainGraph, operators, tensors_of, verify
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.passes import normalize
 from roamc.rewriting.expiry import droppable, expiries

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph, copied, value_flow
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Numbers
 from roamc.graph.verify import check_graph, constraints
 from roamc.options import Options

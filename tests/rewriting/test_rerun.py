@@ -13,7 +13,8 @@ from torch import Tensor
 from roamc.cost import workspaces
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, verify
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.operators.random import save_rng_state
 from roamc.options import Options
 from roamc.passes import retain

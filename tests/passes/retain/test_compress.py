@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import roamc
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, value_flow, verify
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
 from roamc.passes import normalize

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from roamc import cost
 from roamc.graph import Phase, TrainGraph, copied
-from roamc.graph.memory import build_memory, live_bytes
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.passes import retain, reuse
 from roamc.passes.retain import Choice
