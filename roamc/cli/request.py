@@ -103,10 +103,10 @@ def answer(
     options, mesh = options_of(request), mesh_of(request)
     with mesh.planned_for():
         graph, seconds = _captured(request, options, mesh, say)
-        eager = find_peak(graph, eager=True)
+        eager = find_peak(graph, lives_of(graph, eager=True))
         planned, traced = _planned(graph, options, seconds, say, curve)
     planned = _of_mesh(planned, request, mesh)
-    return explain(eager, planned, emit(planned.graph).listing if source else "", curve=traced)
+    return explain(eager, planned, lives_of(planned.graph), emit(planned.graph).listing if source else "", traced)
 
 
 def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage: None) -> tuple[Point, ...]:
@@ -209,7 +209,7 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
         planned, traced = _planned(graph, options, seconds, say, curve)
     planned = _of_mesh(planned, request, mesh)
     lives = lives_of(planned.graph)
-    report = explain(eager, planned, emit(planned.graph).listing if source else "", lives, traced)
+    report = explain(eager, planned, lives, emit(planned.graph).listing if source else "", traced)
     return draw(report, before, planned.graph, lives)
 
 

@@ -175,16 +175,14 @@ class Explanation:
         return data
 
 
-def explain(
-    eager: Peak, planned: Planned, source: str = "", lives: Lives | None = None, curve: Curve | None = None
-) -> Explanation:
+def explain(eager: Peak, planned: Planned, lives: Lives, source: str = "", curve: Curve | None = None) -> Explanation:
     """Return what ``roamc explain`` shows of a planned graph.
 
     Args:
-        eager: the peak of the captured graph, which :func:`find_peak` found with ``eager=True`` before planning.
+        eager: the peak of the captured graph, which :func:`find_peak` found with eager's lives before planning.
         planned: the planned graph and its plan.
+        lives: what :func:`lives_of` returned for the planned graph.
         source: the emitted program; empty to leave it out.
-        lives: what :func:`lives_of` found of the planned graph; None to find it now.
         curve: what lower peaks cost; None to leave it out.
     """
     order = planned.plan.decisions.get("reorder", {})
@@ -235,15 +233,13 @@ def lives_of(graph: TrainGraph, *, eager: bool = False) -> Lives:
     return Lives(memory, born, dead, timeline(sizes(memory.counted), born, dead, len(memory.operators)))
 
 
-def find_peak(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False) -> Peak:
+def find_peak(graph: TrainGraph, lives: Lives) -> Peak:
     """Return the step of ``graph`` with the most live bytes in its present order, the first of equals.
 
     Args:
         graph: captured or planned, with at least one operator.
-        lives: what :func:`lives_of` returned for ``graph``; ``eager`` then has no effect. None to find it now.
-        eager: whether lives are those of eager PyTorch, as for :func:`lives_of`.
+        lives: what :func:`lives_of` returned for ``graph``.
     """
-    lives = lives or lives_of(graph, eager=eager)
     memory, born, dead, live = lives.memory, lives.born, lives.dead, lives.live
     step = int(np.argmax(live))
     operator = memory.operators[step]

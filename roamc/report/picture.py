@@ -19,7 +19,7 @@ from roamc.graph import TrainGraph
 from roamc.graph.lifetimes import sizes, timeline
 from roamc.graph.memory import Int64s, MemoryModel, Step, build_memory
 from roamc.operators.schemas import name_of
-from roamc.report.explain import KINDS, Explanation, Live, Lives, describe, lives_of
+from roamc.report.explain import KINDS, Explanation, Live, Lives, describe
 from roamc.report.origin import origin, parameter_names
 from roamc.solvers.layout import make_problem, solve
 from roamc.units import Bytes
@@ -115,16 +115,13 @@ class Picture:
     trims: tuple[Trimmed, ...] = ()
 
 
-def follow(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False) -> Course:
+def follow(graph: TrainGraph, lives: Lives) -> Course:
     """Return live bytes and storages over the steps of ``graph`` in its present order.
 
     Args:
         graph: captured or planned, with at least one operator.
-        lives: what :func:`roamc.report.explain.lives_of` returned for ``graph``; ``eager`` then has no effect. None to
-            find it now.
-        eager: whether lives are those of eager PyTorch, which keeps gradients to the end of the step.
+        lives: what :func:`roamc.report.explain.lives_of` returned for ``graph``.
     """
-    lives = lives or lives_of(graph, eager=eager)
     memory, born, dead = lives.memory, lives.born, lives.dead
     storages = tuple(describe(graph, memory, born, dead, range(len(memory.counted))))
     size, steps = sizes(memory.counted), len(memory.operators)
@@ -133,14 +130,14 @@ def follow(graph: TrainGraph, lives: Lives | None = None, *, eager: bool = False
     return Course(_work(graph, memory), storages, by_kind, lives.live)
 
 
-def draw(report: Explanation, before: Course, graph: TrainGraph, lives: Lives | None = None) -> Picture:
+def draw(report: Explanation, before: Course, graph: TrainGraph, lives: Lives) -> Picture:
     """Return the picture of a plan.
 
     Args:
         report: the explanation of the planned graph.
-        before: what :func:`follow` gave with ``eager=True`` for the captured graph, before planning.
+        before: what :func:`follow` gave with eager's lives for the captured graph, before planning.
         graph: the planned graph; without a layout all storages are outside the arena.
-        lives: what :func:`roamc.report.explain.lives_of` found of ``graph``; None to find it now.
+        lives: what :func:`roamc.report.explain.lives_of` returned for ``graph``.
     """
     after = follow(graph, lives)
     tensors = _tensors(graph)

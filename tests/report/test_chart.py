@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roamc.options import Options
-from roamc.planning import search
 from roamc.report.chart import (
     LETTER,
     LINE,
@@ -25,9 +24,10 @@ from roamc.report.chart import (
     step_ticks,
     timeline_chart,
 )
-from roamc.report.explain import KINDS, explain, find_peak
-from roamc.report.picture import Picture, Trimmed, draw, follow
+from roamc.report.explain import KINDS
+from roamc.report.picture import Picture, Trimmed
 from tests.graphs import model_graph
+from tests.report.pictures import picture_of
 
 HEIGHT = 200
 
@@ -35,9 +35,7 @@ HEIGHT = 200
 @pytest.fixture(scope="module")
 def picture() -> Picture:
     graph, _ = model_graph("nanogpt", "step")
-    eager, before = find_peak(graph, eager=True), follow(graph, eager=True)
-    planned = search.run(graph, Options())
-    return draw(explain(eager, planned), before, planned.graph)
+    return picture_of(graph, Options())[0]
 
 
 def upper_edge(path: str, steps: int) -> list[float]:

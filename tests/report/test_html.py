@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 
 from roamc.cli.request import Request, picture
-from roamc.graph import TrainGraph
 from roamc.options import Options
-from roamc.planning import search
-from roamc.report.explain import explain, find_peak
 from roamc.report.html import render, table, write
-from roamc.report.picture import Box, Picture, draw, follow
+from roamc.report.picture import Box, Picture
 from roamc.report.text import short
 from roamc.units import format_bytes
 from tests.graphs import model_graph
+from tests.report.pictures import picture_of
 
 SIZES = {"batch": 2, "seq": 16, "layers": 2, "width": 32, "heads": 4, "vocab": 64}
 
@@ -63,12 +61,6 @@ class Reader(HTMLParser):
         """The JSON of the page."""
         data: dict[str, Any] = json.loads(self.texts["script"][0])
         return data
-
-
-def drawn(graph: TrainGraph) -> Picture:
-    eager, before = find_peak(graph, eager=True), follow(graph, eager=True)
-    planned = search.run(graph, Options())
-    return draw(explain(eager, planned), before, planned.graph)
 
 
 def without_times(timed: Picture) -> Picture:
@@ -175,12 +167,12 @@ def hostile() -> Picture:
     for node in graph.graph.nodes:
         node.meta["stack_trace"] = f'  File "{HOSTILE}.py", line 3, in forward'
     ports = tuple(replace(port, name=f"{HOSTILE}.{port.name}") for port in graph.inputs)
-    return drawn(graph.replace(name=HOSTILE, inputs=ports, notes=(HOSTILE,)))
+    return picture_of(graph.replace(name=HOSTILE, inputs=ports, notes=(HOSTILE,)), Options())[0]
 
 
 def test_hostile_names_stay_text(hostile: Picture) -> None:
     friendly, _ = model_graph("nanogpt", "step")
-    expected = Reader(render(drawn(friendly.replace(notes=("note",)))))
+    expected = Reader(render(picture_of(friendly.replace(notes=("note",)), Options())[0]))
     reader = Reader(render(hostile))
     # Source lines decide how many groups there are, and with them rows; nothing else differs.
     assert {tag for tag, _ in reader.elements} == {tag for tag, _ in expected.elements}
@@ -201,7 +193,7 @@ def test_hostile_names_can_be_written(hostile: Picture, tmp_path: Path) -> None:
 
 def test_graph_without_an_update_is_drawn() -> None:
     graph, _ = model_graph("nanogpt", "joint")
-    reader = Reader(render(drawn(graph)))
+    reader = Reader(render(picture_of(graph, Options())[0]))
     phases = [text for text in reader.texts["text"] if text in ("forward", "backward", "update")]
     assert len(phases) >= 6
     assert phases == ["forward", "backward"] * (len(phases) // 2)

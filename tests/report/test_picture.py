@@ -14,11 +14,11 @@ from roamc.graph.eager_memory import eager_live_bytes
 from roamc.graph.lifetimes import live_bytes
 from roamc.graph.memory import build_memory
 from roamc.options import Options
-from roamc.planning import search
 from roamc.planning.planned import Planned
-from roamc.report.explain import explain, find_peak
-from roamc.report.picture import Box, Picture, draw, follow
+from roamc.report.explain import find_peak, lives_of
+from roamc.report.picture import Box, Picture, follow
 from tests.graphs import joint_graph, model_graph
+from tests.report.pictures import picture_of
 
 ROUTES = ("step", "joint")
 
@@ -26,9 +26,7 @@ ROUTES = ("step", "joint")
 @pytest.fixture(scope="module", params=ROUTES)
 def drawn(request: pytest.FixtureRequest) -> tuple[Picture, Planned]:
     graph, _ = model_graph("nanogpt-dropout", request.param)
-    eager, before = find_peak(graph, eager=True), follow(graph, eager=True)
-    planned = search.run(graph, Options(memory_budget="100%"))  # with a budget, small graphs have arenas
-    return draw(explain(eager, planned), before, planned.graph), planned
+    return picture_of(graph, Options(memory_budget="100%"))  # with a budget, small graphs have arenas
 
 
 def overlapping(boxes: Sequence[Box]) -> list[tuple[str, str]]:
@@ -43,7 +41,8 @@ def overlapping(boxes: Sequence[Box]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("route", ROUTES)
 def test_before_is_what_eager_holds(route: str) -> None:
     graph, _ = model_graph("nanogpt-dropout", route)
-    course, peak = follow(graph, eager=True), find_peak(graph, eager=True)
+    lives = lives_of(graph, eager=True)
+    course, peak = follow(graph, lives), find_peak(graph, lives)
     assert np.array_equal(course.live, eager_live_bytes(build_memory(graph)))
     assert (course.peak, course.live[course.peak]) == (peak.step, peak.live_bytes)
     assert {kind: live[peak.step] for kind, live in course.by_kind.items() if live[peak.step]} == peak.by_kind
@@ -118,8 +117,6 @@ class Ignoring(nn.Module):
 
 def test_storage_without_a_life_is_not_drawn() -> None:
     graph = joint_graph(Ignoring(), [torch.randn(4, 8)])
-    eager, before = find_peak(graph, eager=True), follow(graph, eager=True)
-    planned = search.run(graph, Options())
-    picture = draw(explain(eager, planned), before, planned.graph)
+    picture, _ = picture_of(graph, Options())
     boxes = {box.storage.name for box in (*picture.arena, *picture.outside)}
     assert [(s.kind, s.born - s.dead) for s in picture.after.storages if s.name not in boxes] == [("tangent", 0)]

@@ -21,7 +21,7 @@ from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.planning import search
 from roamc.report import text
-from roamc.report.explain import Explanation, Peak, allocating, explain, find_peak, groups
+from roamc.report.explain import Explanation, Peak, allocating, explain, find_peak, groups, lives_of
 from roamc.report.progress import Stages
 from tests.models import MODELS, make
 
@@ -52,7 +52,7 @@ def check_sums(peak: Peak) -> None:
 @pytest.mark.parametrize("halves", [False, True])
 def test_eager_peak_is_that_of_the_memory_model(halves: bool) -> None:
     graph = captured(halves)
-    peak = find_peak(graph, eager=True)
+    peak = find_peak(graph, lives_of(graph, eager=True))
     live = eager_live_bytes(build_memory(graph))
     assert peak.live_bytes == live.max() == live[peak.step]
     check_sums(peak)
@@ -61,7 +61,7 @@ def test_eager_peak_is_that_of_the_memory_model(halves: bool) -> None:
 @pytest.mark.parametrize("halves", [False, True])
 def test_planned_peak_is_that_of_the_memory_model(halves: bool) -> None:
     planned = search.run(captured(halves), Options())
-    peak = find_peak(planned.graph)
+    peak = find_peak(planned.graph, lives_of(planned.graph))
     live = live_bytes(build_memory(planned.graph))
     assert peak.live_bytes == live.max() == live[peak.step]
     assert peak.live_bytes == planned.plan.decisions["reorder"]["peak_bytes"]
@@ -73,8 +73,9 @@ def test_sums_hold_for_other_models(name: str) -> None:
     model, batch, loss = make(name)
     workload = replace(zoo.make("gpt", SIZES), model=model, batch=batch, loss_fn=loss)
     graph = capture(workload, clip_grad_norm=1.0)
-    check_sums(find_peak(graph, eager=True))
-    check_sums(find_peak(search.run(graph, Options(layout_nodes=0)).graph))
+    check_sums(find_peak(graph, lives_of(graph, eager=True)))
+    planned = search.run(graph, Options(layout_nodes=0)).graph
+    check_sums(find_peak(planned, lives_of(planned)))
 
 
 def test_eager_baseline_of_the_plan_is_eagers_peak(explanation: Explanation) -> None:
@@ -97,7 +98,7 @@ def test_updates_name_their_parameter(explanation: Explanation) -> None:
     memory = build_memory(planned.graph)
     update_births = [index for index, op in enumerate(memory.operators) if op.phase.name == "UPDATE" and op.births]
     assert update_births
-    peak = find_peak(planned.graph)
+    peak = find_peak(planned.graph, lives_of(planned.graph))
     names = {storage.source for storage in peak.storages if storage.phase == "UPDATE"}
     parameters = {name for name, _ in zoo.make("gpt", SIZES).model.named_parameters()}
     assert names <= parameters
@@ -129,8 +130,9 @@ def test_candidates_are_sorted_and_one_is_taken(explanation: Explanation) -> Non
 
 def test_without_reorder_there_are_no_candidates() -> None:
     graph = captured()
-    eager = find_peak(graph, eager=True)
-    explained = explain(eager, search.run(graph, Options(disable=("reorder",))))
+    eager = find_peak(graph, lives_of(graph, eager=True))
+    planned = search.run(graph, Options(disable=("reorder",)))
+    explained = explain(eager, planned, lives_of(planned.graph))
     assert explained.candidates == ()
     assert "orders tried" not in shown(explained)
 
