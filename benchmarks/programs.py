@@ -27,7 +27,6 @@ from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
 
 FAMILIES = ("eager", "aot_eager", "inductor", "optimize", "train_step")
-OURS = FAMILIES[3:]
 FAST = "fast"
 Look = Callable[[], None]
 

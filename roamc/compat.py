@@ -390,11 +390,6 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def clear_autocast_cache() -> None:
-    """Empty autocast's cache of casts: they may be fake tensors of a trace."""
-    torch.clear_autocast_cache()
-
-
 def keeps_graph() -> bool:
     """Whether the backward call that runs now was asked to keep the graph (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -126,7 +126,7 @@ class Trace:
             keep_saved(module.graph)
             return module
         finally:
-            compat.clear_autocast_cache()
+            torch.clear_autocast_cache()  # its casts may be fake tensors of the trace
 
     def _place_gathers(self, graph: fx.Graph) -> None:
         phase = phases_of(graph, returned_values(output_node(graph))[0])

@@ -32,19 +32,18 @@ def check_module(model: object, way: str) -> None:
         raise CaptureError(f"roamc.{way} takes a torch.nn.Module as its model, not {kind}{advice}")
 
 
-def check_not_compiled(model: nn.Module, way: str) -> None:
+def check_not_compiled(model: nn.Module) -> None:
     """Refuse a model that torch.compile has wrapped: another backend has it already.
 
     Args:
         model: the user's model.
-        way: name of the function that was called, such as "optimize", for the message.
 
     Raises:
         CaptureError: says what to call instead.
     """
     if original(model) is not model:
         raise CaptureError(
-            f"this model was made by torch.compile, which has given it to a backend already; call roamc.{way} on the "
+            "this model was made by torch.compile, which has given it to a backend already; call roamc.optimize on the "
             "model before torch.compile, or write torch.compile(model, backend='roamc')"
         )
 

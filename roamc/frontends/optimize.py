@@ -46,7 +46,7 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
         OptionError: an option is unknown or out of range.
     """
     check_module(model, "optimize")
-    check_not_compiled(model, "optimize")
+    check_not_compiled(model)
     parsed = parse_options(options)
     record = Record(type(model).__name__)
 
