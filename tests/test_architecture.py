@@ -69,6 +69,7 @@ GROUP_JUDGES = (
     "group_verdicts",
     "block_judge",
     "kernel_judge",
+    "kernel_values",
     "launch_judge",
     "partials_judge",
     "triton_stand_in",

@@ -7,14 +7,13 @@
                                         is every element of these rows stored once, in its place, and nothing else?
                                         is it, up to rounding, what the operators give for the same numbers?
 
-Memory holds numbers that follow from the place alone, so that nothing is allocated and a wrong place gives other
-numbers. Floats of all dtypes are computed in 64 bits on both sides: rounding is no matter of this judge. Places are
-integers of 32 bits where the source has them so, and wrap around as on a GPU.
+What is in memory, and what the operators give for it, says :mod:`roamc.codegen.kernel_values`. Floats of all dtypes are
+computed in 64 bits on both sides: rounding is no matter of this judge. Places are integers of 32 bits where the source
+has them so, and wrap around as on a GPU.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -23,29 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from roamc.codegen.calls import argument_of, by_name
 from roamc.codegen.group_needs import (
     Need,
-    adds_over_rows,
     extent_of,
     is_number,
     is_sum_over_rows,
-    members_of,
-    position_of,
-    rows_of,
     tensor_of,
-    values_of,
 )
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict, close, each_close
-from roamc.codegen.kernel_columns import Columns, assembled, copies, moves_columns, needs_of, result_of, shape_of
+from roamc.codegen.kernel_columns import Columns, moves_columns, result_of
+from roamc.codegen.kernel_values import Expected, Memory, matrix_of
 from roamc.codegen.partials_judge import PartialRows, judge_ends
-from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer, widened
+from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer
 from roamc.compat import without_modes
-from roamc.compat_operators import on_cpu
 from roamc.graph import output_node, placeholders
 from roamc.interruptions import interruption
-from roamc.operators import ops
-from roamc.operators.counter import kept
 from roamc.operators.gpu.kernel import KernelText
 from roamc.units import Bytes
 
@@ -156,12 +147,9 @@ class KernelRun:
     def __post_init__(self) -> None:
         """Find the matrix of the group, and which programs run."""
         self.inputs = placeholders(self.body)
-        self.members = members_of(self.body)
-        self.last = self.members[-1]
-        self.needs = {node: needs_of(node) for node in self.members}
-        sizes = shape_of(self.last)
-        self.columns = sizes[-1] if sizes else 1
-        self.numel = math.prod(sizes)
+        self.matrix = matrix_of(self.body)
+        self.columns, self.numel = self.matrix.columns, self.matrix.numel
+        self.memory = Memory(self.matrix, self.least, self.number_of)
         constants = self.text.constants
         self.flat = "BLOCK" in constants
         self.block = constants["BLOCK"] if self.flat else constants["ROWS"]
@@ -169,18 +157,14 @@ class KernelRun:
         self.wide = 1 if self.flat else constants["COLUMNS"]
         self.pieces = not self.flat and self.wide < self.columns
         self.shifted = self._shifted()
-        numbered = (node for node in self.members if ops.rule(node.target).numbered)
-        self.seeds = {need.value for node in numbered for need in self.needs[node].values()}
-        self._ignored = {need.value: label for node in self.members for need, label in self._labels(node)}
         self._choose_programs()
         results = output_node(self.body).all_input_nodes
         over = [self.inputs[at] for at in self.writes]
         where = [*self.out_places, *(self.places[at] for at in self.writes)]
         pairs = list(zip(results, where, strict=True))
         self.outputs = {node: self._output(node, place) for node, place in pairs if not is_sum_over_rows(node)}
-        self.over = dict(
-            zip(over, results[len(results) - len(over) :], strict=True)
-        )  # operand to what is written there
+        # operand to what is written there
+        self.over = dict(zip(over, results[len(results) - len(over) :], strict=True))
         self._check_apart()
         sums = {at: node for at, node in enumerate(results) if is_sum_over_rows(node)}
         self.partials = PartialRows(sums, self.text.programs, self.columns, self.programs, self.wide) if sums else None
@@ -203,17 +187,11 @@ class KernelRun:
 
     def _shifted(self) -> Columns | None:
         """Which columns lanes want, where members move columns; None where none does."""
-        if not any(map(moves_columns, self.members)):
+        if not any(map(moves_columns, self.matrix.members)):
             return None
         if self.flat or self.pieces:
             raise GroupFault(Verdict.ELEMENTS, "columns are moved where no program holds whole rows")
-        return Columns(self.body, self.needs, self.numel // self.columns, self.columns)
-
-    def _labels(self, node: fx.Node) -> list[tuple[Need, int]]:
-        """What a member reads as labels, and the label that it ignores."""
-        operator: Any = node.target
-        label = by_name(operator, node.args, node.kwargs).get("ignore_index")
-        return [(self.needs[node]["target"], label)] if isinstance(label, int) and "target" in self.needs[node] else []
+        return Columns(self.body, self.matrix.needs, self.numel // self.columns, self.columns)
 
     def _choose_programs(self) -> None:
         """Choose the programs that run, and check their number."""
@@ -261,7 +239,7 @@ class KernelRun:
         exec(compile(f"{self.text.source}    tell_judge(locals())\n", "<judged>", "exec"), names)
         first = torch.zeros((), dtype=torch.int32, device="cpu")
         outs = [node for node in self.outputs if node not in self.over.values()]
-        operands = [self._number(node) if is_number(node) else Pointer(node, first) for node in self.arguments()]
+        operands = [self.memory.number(node) if is_number(node) else Pointer(node, first) for node in self.arguments()]
         pointers = [*operands, *(Pointer(node, first) for node in outs)]
         pointers += [Pointer(None, first)] if self.partials is not None else []
         names[self.text.function](*pointers, **self.text.constants)
@@ -315,12 +293,13 @@ class KernelRun:
             self._check_load(node, places, active, elements, valid)
         elif any(self._far(node, output) is not None for output in self.outputs.values()):
             raise GroupFault(Verdict.OVERWRITTEN, f"the result is stored over {node.name}, which all programs read")
-        value = self._content(node, where.reshape(where.shape or 1))  # a tensor without dimensions yields to int32
+        where = where.reshape(where.shape or 1)  # a tensor without dimensions yields to int32
+        value = self.memory.content(node, where)
         return torch.where(active, value, torch.zeros((), dtype=value.dtype, device="cpu") + other)
 
     def _picks(self, node: fx.Node) -> bool:
         """Whether a member finds the place in an operand itself, such as the weight of a class."""
-        return any(need.value is node and need.whole for needs in self.needs.values() for need in needs.values())
+        return any(need.value is node and need.whole for needs in self.matrix.needs.values() for need in needs.values())
 
     def _check_load(self, node: fx.Node, places: Tensor, active: Tensor, elements: Tensor, valid: Tensor) -> None:
         """Check that every lane with an element reads that of the operand which some member needs there."""
@@ -330,9 +309,9 @@ class KernelRun:
             return
         if (~torch.broadcast_tensors(active, valid)[0] & valid).any():
             raise GroupFault(Verdict.MASK, f"some elements of {node.name} are not read")
-        node_needs = [need for needs in self.needs.values() for need in needs.values() if need.value is node]
+        node_needs = [need for needs in self.matrix.needs.values() for need in needs.values() if need.value is node]
         for need in node_needs:
-            if not ((places != self._numbers(need, elements)) & valid).any():
+            if not ((places != self.matrix.numbers(need, elements)) & valid).any():
                 break
         else:
             self._fault_of_load(node, places, node_needs, elements, valid)
@@ -343,15 +322,10 @@ class KernelRun:
     ) -> NoReturn:
         if not node_needs:
             raise GroupFault(Verdict.VALUE, f"{node.name} is read, which nobody needs")
-        have, want, valid_lanes = torch.broadcast_tensors(places, self._numbers(node_needs[0], elements), valid)
+        have, want, valid_lanes = torch.broadcast_tensors(places, self.matrix.numbers(node_needs[0], elements), valid)
         at = int((have != want)[valid_lanes].nonzero()[0])
         detail = f"element {int(have[valid_lanes][at])} of {node.name} is read, and not {int(want[valid_lanes][at])}"
         raise GroupFault(Verdict.ELEMENTS, detail)
-
-    def _numbers(self, need: Need, elements: Tensor) -> Tensor:
-        """The numbers of the elements that a member needs at elements of the matrix; it may have one for each row."""
-        counted = elements if math.prod(need.sizes) == self.numel else elements // self.columns
-        return torch.from_numpy(need.at(counted.numpy()))
 
     def _check_overlaps(self, node: fx.Node, places: Tensor, valid: Tensor) -> None:
         for output in self.outputs.values():
@@ -364,7 +338,7 @@ class KernelRun:
             return
         result, tensor = tensor_of(output.node), tensor_of(node)
         elements, _ = self._lanes()
-        stored = self._numbers(output.result, elements) * result.itemsize
+        stored = self.matrix.numbers(output.result, elements) * result.itemsize
         read = far + places.to(torch.int64) * tensor.itemsize
         if output.per_row or tensor.itemsize != result.itemsize or ((read != stored) & valid).any():
             raise GroupFault(Verdict.OVERWRITTEN, f"other programs store where {node.name} is read")
@@ -396,7 +370,7 @@ class KernelRun:
             raise GroupFault(Verdict.TWICE, f"blocks of {tuple(active.shape[1:])} are stored")
         if (active & ~lanes).any():
             raise GroupFault(Verdict.MASK, "elements behind the last one are stored")
-        if (places != self._numbers(output.result, elements))[active].any():
+        if (places != self.matrix.numbers(output.result, elements))[active].any():
             raise GroupFault(Verdict.PLACE, "elements of the result are stored in other places")
         self._keep(output, value, active)
 
@@ -429,148 +403,39 @@ class KernelRun:
         valid = rows < self.numel if self.flat else rows * self.columns < self.numel
         return valid.expand(output.seen.shape)
 
-    def _number(self, node: fx.Node) -> Tensor:
-        """What stands for a number that the kernel is passed."""
-        return self._content(node, torch.zeros((), dtype=torch.int64, device="cpu"))
-
-    # -- what is in memory -------------------------------------------------------------------------
-
-    def _content(self, node: fx.Node, places: Tensor) -> Tensor:
-        """The numbers of an operand at ``places``: they follow from the place, and look like random ones."""
-        mixed = places.to(torch.int64) * -7046029254386353131 + (1 + self.number_of(node)) * 2654435761
-        mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
-        if node in self.seeds:  # all bits of a seed count
-            return mixed ^ (mixed >> 32)
-        mixed = (mixed ^ (mixed >> 32)) & ((1 << 30) - 1)
-        dtype = WIDE if is_number(node) else tensor_of(node).dtype
-        if dtype is torch.bool:
-            return mixed % 2 == 1
-        if not dtype.is_floating_point:
-            small = mixed % min(100, self.columns)
-            ignored = self._ignored.get(node)
-            return (small if ignored is None else torch.where(mixed % 5 == 0, ignored, small)).to(dtype)
-        return mixed.to(WIDE) * ((1.75 - self.least) / (1 << 30)) + self.least
-
     # -- what the operators give ----------------------------------------------------------------------
 
     def compute(self) -> None:
         """Compute what the operators give for the elements of the programs that run: in rows, or in one dimension."""
+        counts: Sequence[int] = ()
         if self.flat:
             elements, valid = self._lanes()
-            self.elements = elements[valid]
+            elements = elements[valid]
         else:
             rows = self._rows()
-            self.counts = (rows * self.columns < self.numel).sum((1, 2)).tolist()
+            counts = (rows * self.columns < self.numel).sum((1, 2)).tolist()
             rows = rows[rows * self.columns < self.numel]
-            self.elements = rows[:, None] * self.columns + torch.arange(self.columns, dtype=torch.int64, device="cpu")
-        self.made: dict[fx.Node, Tensor] = {}
-        for node in self.members:
-            self.made |= self._compute(node)
+            elements = rows[:, None] * self.columns + torch.arange(self.columns, dtype=torch.int64, device="cpu")
+        self.expected = Expected(self.matrix, self.memory, self.shifted, elements, counts)
 
     def is_finite(self) -> bool:
         """Whether all floats of the results are finite."""
-        outs = [self.made[node] for node in (*self.outputs, *(self.partials.sums if self.partials is not None else ()))]
-        return all(bool(one.isfinite().all()) for one in outs if one.is_floating_point())
-
-    def _compute(self, node: fx.Node) -> dict[fx.Node, Tensor]:
-        """The results of a member, each with an element for each of the matrix or each row.
-
-        A sum over rows has one for each column and program, of the rows of that program alone.
-        """
-        operands = {name: self._operand(node, need) for name, need in self.needs[node].items()}
-        down = adds_over_rows(node)
-        ends = np.cumsum(self.counts) if down else [None]
-        runs = [self._call(node, operands, slice(a, b)) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
-        results = {}
-        for value in values_of(node):
-            parts = [run[position_of(value)] for run in runs]
-            results[value] = (
-                torch.stack([part.reshape(-1) for part in parts]) if is_sum_over_rows(value) else _joined(parts)
-            )
-        return results
-
-    def _call(self, node: fx.Node, operands: Mapping[str, Tensor], rows: slice) -> Sequence[Tensor]:
-        """The results of a member for some rows of its operands."""
-        called: Any = node.target
-        if moves_columns(node):
-            return [assembled(node, [value[rows] for value in operands.values()])]
-        if ops.rule(node.target).numbered:
-            return [self._numbered(node, operands)]
-        if copies(node):
-            return [value[rows] if value.dim() else value for value in operands.values()]
-        rowwise, names = rows_of(node)
-        passed = {name: widened(node, name, value) for name, value in by_name(called, node.args, node.kwargs).items()}
-        passed |= {
-            name: self._number(value).item()
-            for name, value in passed.items()
-            if isinstance(value, fx.Node) and is_number(value)
-        }
-        for name, value in operands.items():
-            passed[name] = value if not value.dim() or self.needs[node][name].whole else value[rows]
-            if name in {names[at] for at in rowwise.per_row}:
-                passed[name] = passed[name][:, 0]
-            elif rowwise.sizes is not None:
-                passed[name] = self._as_it_is(tensor_of(argument_of(node, name)), passed[name])
-        if rowwise.dim is not None:
-            dim = 0 if adds_over_rows(node) else -1
-            passed[names[rowwise.dim]] = [dim] if isinstance(passed[names[rowwise.dim]], list | tuple) else dim
-        if rowwise.sizes is not None:
-            passed[names[rowwise.sizes]] = [self.columns]
-        if rowwise.keepdim is not None:
-            passed[names[rowwise.keepdim]] = True
-        alone = {argument.name for argument in called._schema.arguments if argument.kwarg_only}
-        positional = [value for name, value in passed.items() if name not in alone]
-        result = on_cpu(called)(*positional, **{name: passed[name] for name in passed if name in alone})
-        return result if isinstance(result, list | tuple) else [result]
-
-    def _numbered(self, node: fx.Node, operands: Mapping[str, Tensor]) -> Tensor:
-        """The elements of a mask that follow from their numbers, which are those of the group's matrix."""
-        if tensor_of(node).numel() != self.numel:
-            raise GroupFault(Verdict.SHAPE, "has another number of elements than its group", node.name)
-        return kept(operands["seed"], self.elements, float(node.args[3]))  # type: ignore[arg-type]
-
-    def _as_it_is(self, tensor: Tensor, value: Tensor) -> Tensor:
-        """An operand, with all elements of some rows, as an operator takes it that does not broadcast."""
-        if tensor.dim() == 1:
-            return value[0].contiguous()
-        return value[:, :1].contiguous() if tensor.shape[-1] == 1 else value.contiguous()
-
-    def _operand(self, node: fx.Node, need: Need) -> Tensor:
-        """What a member reads at the elements; a whole operand as it is."""
-        if need.whole or (need.value not in self.made and not tensor_of(need.value).dim()):
-            strides = torch.arange(1 if not need.whole else need.sizes[0], device="cpu") * (need.strides or (0,))[0]
-            content = self._content(need.value, need.offset + strides)
-            return content if need.whole else content[0]
-        if self.shifted is not None:
-            rows = self.elements[:, :1] // self.columns
-            if need.value in self.made:
-                return self.shifted.slice_of(need, self.made[need.value], rows, node)
-            return self._content(need.value, self.shifted.numbers(need, rows))
-        per_row = math.prod(need.sizes) != self.numel
-        elements = self.elements[..., :1] if per_row and not self.flat else self.elements
-        numbers = self._numbers(need, elements)
-        if need.value not in self.made:
-            return self._content(need.value, numbers)
-        value, result = self.made[need.value], result_of(need.value)
-        lies = self._numbers(result, elements)
-        if (numbers != lies).any():
-            raise GroupFault(
-                Verdict.ELEMENTS, f"needs other elements of {need.value.name} than those of its row", node.name
-            )
-        return value.expand(elements.shape)
+        sums = self.partials.sums if self.partials is not None else ()
+        results = [self.expected.values[node] for node in (*self.outputs, *sums)]
+        return all(bool(one.isfinite().all()) for one in results if one.is_floating_point())
 
     def compare(self) -> None:
         """Check that the kernel has stored what the operators give; names the first operator that differs."""
         for output in self.outputs.values():
-            self._compare(output, self.made[output.node])
+            self._compare(output, self.expected.values[output.node])
         if self.partials is not None:
             for node, stored in zip(self.partials.sums, self.partials.stored, strict=True):
-                if not close(stored[:, 0, : self.columns], self.made[node]):
+                if not close(stored[:, 0, : self.columns], self.expected.values[node]):
                     raise GroupFault(Verdict.NUMBERS, "the kernel adds up other rows or elements", node.name)
 
     def _compare(self, output: _Output, expected: Tensor) -> None:
         have = output.stored[self._valid_results(output)]
-        want = expected.to(WIDE).expand_as(self.elements if not output.per_row else expected).reshape(-1)
+        want = expected.to(WIDE).expand_as(self.expected.elements if not output.per_row else expected).reshape(-1)
         if not close(have, want):
             at = int((~each_close(have, want)).nonzero()[0])
             detail = f"the kernel gives {have[at].item():.6g}, and the operators {want[at].item():.6g}"
@@ -578,16 +443,13 @@ class KernelRun:
 
     def _first_wrong(self) -> str:
         """The name of the first member whose variable has other numbers; of the last one if none is found."""
-        for node in self.members if not self.pieces and self.partials is None else ():
-            whole = node in self.made and self.made[node].shape[-1] in (1, self.columns)
-            value = self.values.get(node.name) if whole else None
+        for node in self.matrix.members if not self.pieces and self.partials is None else ():
+            expected, value = self.expected.values.get(node), self.values.get(node.name)
+            if expected is None or expected.shape[-1] not in (1, self.columns):
+                continue
             if isinstance(value, Tensor) and value.dtype in (WIDE, torch.bool):
                 _, valid = self._lanes()
                 full = torch.broadcast_to(value.to(WIDE), valid.shape)[valid]
-                if not close(full, self.made[node].to(WIDE).expand(self.elements.shape).reshape(-1)):
+                if not close(full, expected.to(WIDE).expand(self.expected.elements.shape).reshape(-1)):
                     return node.name
-        return self.last.name
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        return self.matrix.members[-1].name
