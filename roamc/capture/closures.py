@@ -122,9 +122,8 @@ def check_written(graph: fx.Graph, names: Sequence[str], read_past: Collection[s
         for node, name in zip(placeholders(graph), names, strict=False)
         for _, tensor in tensors_of(node)
     }
-    for node in operators(graph):
-        for written in ops.mutated_arguments(node):
-            for _, tensor in tensors_of(written):
-                name = owner.get(identity(tensor))
-                if name in read_past:
-                    raise CaptureError(compat.read_past(str(name)))
+    written = (argument for node in operators(graph) for argument in ops.mutated_arguments(node))
+    for _, tensor in (pair for argument in written for pair in tensors_of(argument)):
+        name = owner.get(identity(tensor))
+        if name in read_past:
+            raise CaptureError(compat.read_past(str(name)))

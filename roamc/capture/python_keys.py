@@ -209,12 +209,11 @@ def _attributes_in(value: object) -> dict[str, Any]:
         attributes = dict(object.__getattribute__(value, "__dict__"))
     except (AttributeError, TypeError):
         attributes = {}
-    for kind in type(value).__mro__:
-        if "__slots__" in kind.__dict__:
-            for name, member in kind.__dict__.items():
-                if isinstance(member, types.MemberDescriptorType):
-                    with contextlib.suppress(AttributeError):  # nothing has been put there yet
-                        attributes[name] = member.__get__(value)
+    slotted = (kind.__dict__ for kind in type(value).__mro__ if "__slots__" in kind.__dict__)
+    for name, member in (pair for own in slotted for pair in own.items()):
+        if isinstance(member, types.MemberDescriptorType):
+            with contextlib.suppress(AttributeError):  # nothing has been put there yet
+                attributes[name] = member.__get__(value)
     return attributes
 
 

@@ -12,6 +12,28 @@ from roamc.errors import CaptureError
 _HIGHER_ORDER = re.compile(r"(?:HigherOrderOperator |Higher Order Operator: torch\.)(\w+)")
 """In torch's errors: an operator whose arguments are functions."""
 
+_ADVICE = {
+    "FakeTensor.__format__": (
+        "the step prints a tensor's value, and train_step traces it with none; print the loss that the step returns"
+    ),
+    ".numpy() is not supported": (
+        "the step takes a tensor to numpy, where no graph can follow it; use torch's operators, or torch.compile or "
+        "roamc.optimize"
+    ),
+    "_apply(): Couldn't swap": (
+        "loss_fn converts parameters of the model, as .to(), .half() and .cuda() do; convert the model before the "
+        "first step, and what it computes in loss_fn"
+    ),
+    "of _Whole is a view": (
+        "the step writes to a parameter, of which fully_shard gathers a copy: the write would be lost, as it is in "
+        "eager; write to it between steps"
+    ),
+    "backward through the graph a second time": (
+        "loss_fn runs backward itself: let it return the loss alone, train_step adds backward and the optimizer's step"
+    ),
+}
+"""Words of torch's errors to what is said instead."""
+
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
@@ -52,30 +74,9 @@ def _text(error: RuntimeError | TypeError) -> str | None:
             f"the shape of a result depends on data ({error.func}); train_step needs fixed shapes: "
             "use a mask instead of an index, or torch.compile"
         )
-    if "FakeTensor.__format__" in str(error):
-        return (
-            "the step prints a tensor's value, and train_step traces it with none; print the loss that the step returns"
-        )
-    if ".numpy() is not supported" in str(error):
-        return (
-            "the step takes a tensor to numpy, where no graph can follow it; use torch's operators, or "
-            "torch.compile or roamc.optimize"
-        )
-    if "_apply(): Couldn't swap" in str(error):
-        return (
-            "loss_fn converts parameters of the model, as .to(), .half() and .cuda() do; convert the model before the "
-            "first step, and what it computes in loss_fn"
-        )
-    if "of _Whole is a view" in str(error):
-        return (
-            "the step writes to a parameter, of which fully_shard gathers a copy: the write would be lost, as it is in "
-            "eager; write to it between steps"
-        )
-    if "backward through the graph a second time" in str(error):
-        return (
-            "loss_fn runs backward itself: let it return the loss alone, train_step adds backward and the optimizer's "
-            "step"
-        )
+    advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), None)
+    if advice is not None:
+        return advice
     operator = _HIGHER_ORDER.search(str(error))
     if operator is not None:
         name = operator[1].removesuffix("_stack_output")

@@ -100,15 +100,14 @@ def unfit(members: Sequence[fx.Node]) -> str:
     if len(set(sources)) != len(sources):
         return f"{sources[0].name} is copied twice"
     operands: dict[StorageId, fx.Node] = {}
-    for node in members:
-        for argument in node.all_input_nodes:
-            for own in _ids(argument):
-                if own not in written:
-                    continue
-                if _lies(argument) != _lies(written[own]):
-                    return f"{node.name} reads {argument.name}, a part of what {written[own].name} is written over"
-                if argument not in inside and operands.setdefault(own, argument) is not argument:
-                    return f"{argument.name} and {operands[own].name} are one storage, which is written"
+    reads = ((node, argument, own) for node in members for argument in node.all_input_nodes for own in _ids(argument))
+    for node, argument, own in reads:
+        if own not in written:
+            continue
+        if _lies(argument) != _lies(written[own]):
+            return f"{node.name} reads {argument.name}, a part of what {written[own].name} is written over"
+        if argument not in inside and operands.setdefault(own, argument) is not argument:
+            return f"{argument.name} and {operands[own].name} are one storage, which is written"
     return ""
 
 
