@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -23,6 +21,7 @@ from roamc.passes.fuse import choose, estimates
 from roamc.planning import search
 from tests.codegen.random_groups import random_case
 from tests.graphs import traced
+from tests.planted import planted
 
 aten = torch.ops.aten
 
@@ -127,14 +126,6 @@ GROUPS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 def test_groups_as_they_are_printed_pass(name: str) -> None:
     run, inputs = GROUPS[name]
     assert verdict_of(group_of(run, *inputs)) == ""
-
-
-def planted(group: Fused, right: str, wrong: str) -> Fused:
-    """The group with one change of its source, which must match once or at its first place."""
-    source, count = re.subn(right, wrong, group.text.source, count=1)
-    assert count == 1, f"{right} is not in\n{group.text.source}"
-    group.__dict__["text"] = dataclasses.replace(group.text, source=source)
-    return group
 
 
 V = Verdict

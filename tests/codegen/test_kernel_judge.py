@@ -6,7 +6,6 @@ Random kernels are judged in :mod:`tests.operators.interpreted`, beside Triton's
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.options import Options
 from roamc.passes import fuse as fuse_pass
 from tests.graphs import traced
+from tests.planted import planted
 
 aten = torch.ops.aten
 HALF, FLOAT, INT, BOOL = torch.bfloat16, torch.float32, torch.int64, torch.bool
@@ -129,14 +129,6 @@ GROUPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 def test_kernels_as_they_are_printed_pass(name: str) -> None:
     run, inputs = GROUPS[name]
     assert verdict_of(group_of(run, *inputs)) == ""
-
-
-def planted(group: FusedKernel, right: str, wrong: str) -> FusedKernel:
-    """The group with one change of its kernel, at the first place that matches."""
-    source, count = re.subn(right, wrong, group.text.source, count=1)
-    assert count == 1, f"{right} is not in\n{group.text.source}"
-    group.__dict__["text"] = dataclasses.replace(group.text, source=source)
-    return group
 
 
 V = Verdict

@@ -16,8 +16,9 @@ from roamc.errors import VerifyError
 from roamc.graph.storage_ids import STORAGES
 from roamc.operators.fused import fuse
 from roamc.operators.gpu.fused_kernel import FusedKernel
-from tests.codegen.test_kernel_judge import on_gpu, planted, verdict_of
+from tests.codegen.test_kernel_judge import on_gpu, verdict_of
 from tests.graphs import traced
+from tests.planted import planted
 
 aten = torch.ops.aten
 HALF, FLOAT = torch.bfloat16, torch.float32

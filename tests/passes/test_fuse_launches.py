@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from roamc.planning.plan import Plan
 from tests.graphs import assert_same, captured_step
 from tests.kernel_groups import use_kernels
 from tests.operators.updates import groups_of
+from tests.planted import planted
 
 FAST = Options(numerics="fast")
 WIDTH, ROWS = 24, 256
@@ -258,11 +258,9 @@ def judged(right: str = "", wrong: str = "", **changes: Any) -> None:
     """Judge the kernel with one change of its source, or of its text's fields."""
     graph = written()
     group = kernels_of(graph)[0].target
-    source, count = (
-        re.subn(right, wrong, group.text.source, count=1, flags=re.MULTILINE) if right else (group.text.source, 1)
-    )
-    assert count == 1, f"{right} is not in\n{group.text.source}"
-    group.__dict__["text"] = dataclasses.replace(group.text, source=source, **changes)
+    if right:
+        planted(group, right, wrong)
+    group.__dict__["text"] = dataclasses.replace(group.text, **changes)
     check_groups(graph)
 
 

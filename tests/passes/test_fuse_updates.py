@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import assert_same, captured_step, clones, run_real, traced
 from tests.kernel_groups import use_kernels
+from tests.planted import planted
 
 FAST = Options(numerics="fast")
 X = torch.randn(40, 24)
@@ -369,14 +369,11 @@ KERNELS = {
 }
 
 
-def planted(step: TrainGraph, right: str, wrong: str) -> TrainGraph:
+def fused_with(step: TrainGraph, right: str, wrong: str) -> TrainGraph:
     """The graph with one change of the source of the second update, that of a matrix."""
     graph = apply(step, decide(step, FAST))
     check_groups(graph)
-    group = next(node.target for node in updates(graph) if AVERAGE in map(str, node.args))
-    source, count = re.subn(right, wrong, group.text.source, count=1)
-    assert count == 1, f"{right} is not in\n{group.text.source}"
-    group.__dict__["text"] = dataclasses.replace(group.text, source=source)
+    planted(next(node.target for node in updates(graph) if AVERAGE in map(str, node.args)), right, wrong)
     return graph
 
 
@@ -384,7 +381,7 @@ def planted(step: TrainGraph, right: str, wrong: str) -> TrainGraph:
 def test_a_fault_of_blocks_is_named(step: TrainGraph, fault: str) -> None:
     right, wrong, said = BLOCKS[fault]
     with pytest.raises(VerifyError, match=said):
-        check_groups(planted(step, right, wrong))
+        check_groups(fused_with(step, right, wrong))
 
 
 @pytest.mark.parametrize("fault", KERNELS)
@@ -392,7 +389,7 @@ def test_a_fault_of_blocks_is_named(step: TrainGraph, fault: str) -> None:
 def test_a_fault_of_a_kernel_is_named(step: TrainGraph, fault: str) -> None:
     right, wrong, said = KERNELS[fault]
     with pytest.raises(VerifyError, match=said):
-        check_groups(planted(step, right, wrong))
+        check_groups(fused_with(step, right, wrong))
 
 
 def test_a_write_that_the_rule_does_not_name_is_seen(step: TrainGraph) -> None:

@@ -24,6 +24,14 @@ def state(of: ArenaPool) -> tuple[int, int]:
     return len(of.free), len(of.waiting)
 
 
+def parked(arenas: ArenaPool) -> tuple[Arena, torch.Tensor]:
+    """Take an arena, and park it; return it and the token, with which it is freed."""
+    arena = arenas.acquire()
+    token = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
+    arenas.park(arena, token)
+    return arena, token
+
+
 def test_a_view_lies_where_it_was_told() -> None:
     arena = Arena(256, CPU, lambda arena: {})
     view = arena.view("x", 64, (2, 3), (1, 2), torch.float32)
@@ -136,9 +144,7 @@ def test_a_free_arena_is_used_again() -> None:
 
 def test_a_parked_arena_is_freed_with_its_token() -> None:
     arenas = pool()
-    arena = arenas.acquire()
-    token = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
-    arenas.park(arena, token)
+    _, token = parked(arenas)
     assert state(arenas) == (0, 1)
     del token
     gc.collect()
@@ -147,9 +153,7 @@ def test_a_parked_arena_is_freed_with_its_token() -> None:
 
 def test_a_taken_arena_is_not_freed_by_the_end_of_its_token() -> None:
     arenas = pool()
-    arena = arenas.acquire()
-    token = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
-    arenas.park(arena, token)
+    arena, token = parked(arenas)
     taken = arenas.take(token)
     assert taken is not None
     assert taken[1] is arena
@@ -163,14 +167,10 @@ def test_a_taken_arena_is_not_freed_by_the_end_of_its_token() -> None:
 
 def test_the_end_of_an_old_token_does_not_free_a_later_step() -> None:
     arenas = pool()
-    arena = arenas.acquire()
-    old = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
-    arenas.park(arena, old)
+    arena, old = parked(arenas)
     assert arenas.take(old) is not None
     arenas.release(arena)
-    again = arenas.acquire()
-    new = again.view("saved", 0, (4,), (1,), torch.float32).detach()
-    arenas.park(again, new)
+    _, _new = parked(arenas)
     del old
     gc.collect()
     assert state(arenas) == (0, 1)
@@ -178,9 +178,7 @@ def test_the_end_of_an_old_token_does_not_free_a_later_step() -> None:
 
 def test_an_arena_that_is_put_back_ends_with_its_token() -> None:
     arenas = pool()
-    arena = arenas.acquire()
-    token = arena.view("saved", 0, (4,), (1,), torch.float32).detach()
-    arenas.park(arena, token)
+    _, token = parked(arenas)
     taken = arenas.take(token)
     assert taken is not None
     arenas.put_back(*taken)
