@@ -10,6 +10,7 @@ import linecache
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,31 @@ def refused_plan(error: Exception) -> Any:
     if not isinstance(cause, BudgetError) or cause.plan is None:
         raise error
     return cause.plan
+
+
+def interleaved(steps: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Seconds of each step in each round, by its name. A round runs every step once, every second one backwards.
+
+    Args:
+        steps: each runs twice before the first round.
+        rounds: their number.
+        clock: gives the time in seconds.
+    """
+    for step in steps.values():
+        step()
+        step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds):
+        for name in steps if number % 2 == 0 else reversed(steps):
+            begun = clock()
+            steps[name]()
+            times[name].append(clock() - begun)
+    return times
+
+
+def ratio(times: dict[str, list[float]], one: str, other: str) -> float:
+    """Median of the ratios of one step's seconds to another's, round by round."""
+    return round(statistics.median(a / b for a, b in zip(times[one], times[other], strict=True)), 4)
 
 
 def rows_by_route(

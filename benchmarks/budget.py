@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._measure import Heap, Lines, by_line, fresh, refused_plan, resident, save, serve
+from benchmarks._measure import Heap, Lines, by_line, fresh, ratio, refused_plan, resident, save, serve
 
 MODELS = ("gpt", "bert", "llama", "resnet50")
 RIVALS = (
@@ -235,15 +235,11 @@ class Sheet:
 def _ratios(seconds: dict[str, list[float]], row: str, family: str) -> dict[str, Any]:
     """Medians of the ratios of one round each, and the ratio of the quickest steps: what else ran only adds."""
     free = family if family in seconds else "eager"
-    ratio = {
-        other: round(statistics.median(a / b for a, b in zip(seconds[row], seconds[other], strict=True)), 4)
-        for other in ("eager", free)
-    }
     return {
         "time": {
             "seconds": statistics.median(seconds[row]),
-            "of eager": ratio["eager"],
-            "of free": ratio[free],
+            "of eager": ratio(seconds, row, "eager"),
+            "of free": ratio(seconds, row, free),
             "least of free": round(min(seconds[row]) / min(seconds[free]), 4),
         },
         "free_seconds": statistics.median(seconds[free]),

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from benchmarks._measure import Heap, fresh, save
+from benchmarks._measure import Heap, fresh, interleaved, ratio, save
 from benchmarks.blocks import BLOCKED
 
 ROUNDS = 9
@@ -55,7 +55,7 @@ def worker(name: str, rounds: int) -> dict[str, Any]:
             plans[kind] = step.plan(*work.batch)
             step(*work.batch)
         steps[kind] = lambda step=step: step(*work.batch)
-    times = _interleaved(steps, rounds)
+    times = interleaved(steps, rounds, time.thread_time)
     return {
         "model": name,
         "rounds": rounds,
@@ -64,7 +64,7 @@ def worker(name: str, rounds: int) -> dict[str, Any]:
         "deciding on products": plans["fast"].seconds["products"],
         "groups": [len(group) for group in plans["exact"].decisions["fuse"]["groups"]],
         "deciding on groups": plans["exact"].seconds["fuse"],
-        **{f"{one} / {other}": _ratio(times, one, other) for one, other in PAIRS},
+        **{f"{one} / {other}": ratio(times, one, other) for one, other in PAIRS},
     }
 
 
@@ -119,23 +119,6 @@ def _planned(model: Any, **options: Any) -> Any:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return roamc.train_step(model, lambda net, *batch: net(*batch), optimizer, strict=True, **options)
-
-
-def _interleaved(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    for step in steps.values():
-        step()
-        step()
-    times: dict[str, list[float]] = {kind: [] for kind in steps}
-    for number in range(rounds):
-        for kind in steps if number % 2 == 0 else reversed(steps):
-            begun = time.thread_time()
-            steps[kind]()
-            times[kind].append(time.thread_time() - begun)
-    return times
-
-
-def _ratio(times: dict[str, list[float]], one: str, other: str) -> float:
-    return round(statistics.median(a / b for a, b in zip(times[one], times[other], strict=True)), 4)
 
 
 def main() -> None:

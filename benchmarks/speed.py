@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks._measure import fresh, save
+from benchmarks._measure import fresh, interleaved, ratio, save
 from benchmarks.models import make
 
 MODELS = ("nanogpt-dropout", "gpt2-124m", "resnet50")
@@ -52,35 +52,17 @@ def worker(name: str, rounds: int) -> dict[str, Any]:
     )
     steps = {route: _loop(work, model) for route, model in models.items() if route != "train_step"}
     steps["train_step"] = lambda: planned(*work.batch)
-    times = _interleaved(steps, rounds)
+    times = interleaved(steps, rounds, time.perf_counter)
     return {
         "model": name,
         "rounds": rounds,
         "seconds": {route: statistics.median(durations) for route, durations in times.items()},
-        "train_step / eager": _ratio(times, "train_step", "eager"),
-        "train_step / aot_eager": _ratio(times, "train_step", "aot_eager"),
-        "optimize / eager": _ratio(times, "optimize", "eager"),
-        "optimize / aot_eager": _ratio(times, "optimize", "aot_eager"),
+        "train_step / eager": ratio(times, "train_step", "eager"),
+        "train_step / aot_eager": ratio(times, "train_step", "aot_eager"),
+        "optimize / eager": ratio(times, "optimize", "eager"),
+        "optimize / aot_eager": ratio(times, "optimize", "aot_eager"),
         "planning": {stage: round(spent, 3) for stage, spent in planned.plans[0].seconds.items()},
     }
-
-
-def _interleaved(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    for step in steps.values():
-        step()
-        step()
-    times: dict[str, list[float]] = {route: [] for route in steps}
-    for number in range(rounds):
-        turn = list(steps) if number % 2 == 0 else list(reversed(steps))
-        for route in turn:
-            start = time.perf_counter()
-            steps[route]()
-            times[route].append(time.perf_counter() - start)
-    return times
-
-
-def _ratio(times: dict[str, list[float]], one: str, other: str) -> float:
-    return round(statistics.median(a / b for a, b in zip(times[one], times[other], strict=True)), 4)
 
 
 def main() -> None:
