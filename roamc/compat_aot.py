@@ -1,4 +1,4 @@
-"""torch's private interfaces, AOTAutograd, which traces a model. See roamc/compat.py."""
+"""torch's private interfaces: AOTAutograd, which traces a model. See roamc/compat.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's private interfaces, dynamo, the tracer in front of a backend. See roamc/compat.py."""
+"""torch's private interfaces: dynamo, the tracer in front of a backend. See roamc/compat.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's private interfaces, hooks, the autograd graph, and modes. See roamc/compat.py."""
+"""torch's private interfaces: hooks, the autograd graph, and modes. See roamc/compat.py."""
 
 from __future__ import annotations
 
