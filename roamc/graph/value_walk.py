@@ -26,7 +26,8 @@ from roamc.operators.schemas import group_of
 class Walk:
     """Runs the nodes of a graph, one after the other, on numbers in the place of values.
 
-    The arguments ``encodings``, ``reuse`` and ``same_plan`` are the fields of the :class:`TrainGraph` with these names.
+    The arguments ``encodings``, ``reuse`` and ``same_plan`` are the fields of :class:`roamc.graph.TrainGraph` with
+    these names.
 
     Attributes:
         numbers: gives the numbers.
@@ -392,7 +393,7 @@ class Walk:
 
 
 def output_name(position: int, port: Port, part: str) -> str:
-    """Return the key of an output in :attr:`Flow.finals`, which is shown in messages.
+    """Return the key of an output in :attr:`roamc.graph.value_numbers.Flow.finals`, which is shown in messages.
 
     Args:
         position: of the output, from 0.
