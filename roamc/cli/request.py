@@ -19,15 +19,7 @@ from roamc.codegen.source import emit
 from roamc.cost import GENERIC, load_profile, step_seconds
 from roamc.errors import BudgetError, OptionError, nearest
 from roamc.frontends.arguments import check_clip
-from roamc.frontends.mesh import (
-    Mesh,
-    check_tokens,
-    noted,
-    notes_on,
-    on_mesh,
-    parse_mesh,
-    running_split,
-)
+from roamc.frontends.mesh import Mesh, check_tokens, noted, notes_on, on_mesh, parse_mesh, running_split
 from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings
 from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, parse_setting
 from roamc.graph import TrainGraph, copied, main_device

@@ -22,13 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from roamc.codegen.group_needs import (
-    Need,
-    extent_of,
-    is_number,
-    is_sum_over_rows,
-    tensor_of,
-)
+from roamc.codegen.group_needs import Need, extent_of, is_number, is_sum_over_rows, tensor_of
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict, close, each_close
 from roamc.codegen.kernel_columns import Columns, moves_columns, result_of
 from roamc.codegen.kernel_values import Expected, Memory, matrix_of

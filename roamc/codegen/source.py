@@ -30,16 +30,7 @@ from torch import fx
 
 from roamc.compat import OpOverload
 from roamc.errors import PlanError
-from roamc.graph import (
-    Phase,
-    TrainGraph,
-    attribute,
-    output_values,
-    placeholders,
-    source_line,
-    storage_name,
-    tensors_of,
-)
+from roamc.graph import Phase, TrainGraph, attribute, output_values, placeholders, source_line, storage_name, tensors_of
 from roamc.graph.layout import Layout, Trim
 from roamc.graph.memory import MemoryModel, Place, Storage, build_memory, started_by
 from roamc.operators import ops

@@ -26,14 +26,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from roamc.errors import VerifyError
-from roamc.graph import (
-    Phase,
-    TrainGraph,
-    maker_of,
-    output_values,
-    placeholders,
-    update_judge,
-)
+from roamc.graph import Phase, TrainGraph, maker_of, output_values, placeholders, update_judge
 from roamc.graph.keep import is_kept
 from roamc.graph.ranks import check_again
 from roamc.graph.same_values import OTHER_SUMS

@@ -11,14 +11,7 @@ from roamc.solvers.layout.best_fit import best_fit
 from roamc.solvers.layout.effort import EFFORT, Effort
 from roamc.solvers.layout.first_fit import first_fit
 from roamc.solvers.layout.improve import Improvement
-from roamc.solvers.layout.problem import (
-    Bytes,
-    LayoutProblem,
-    LayoutSolution,
-    arena_bytes,
-    live_pairs,
-    lower_bound,
-)
+from roamc.solvers.layout.problem import Bytes, LayoutProblem, LayoutSolution, arena_bytes, live_pairs, lower_bound
 from roamc.solvers.layout.tree_search import tree_search
 from roamc.solvers.status import Status
 

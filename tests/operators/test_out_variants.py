@@ -14,16 +14,7 @@ from torch.nn import functional as F
 from roamc.graph import operators
 from roamc.graph.memory import build_memory
 from roamc.operators.kernels import KERNELS
-from roamc.operators.out_variants import (
-    ALLOCATE,
-    CPU_ALONE,
-    CUDA_ALONE,
-    Form,
-    FormKind,
-    form_of,
-    out_overload,
-    runs_on,
-)
+from roamc.operators.out_variants import ALLOCATE, CPU_ALONE, CUDA_ALONE, Form, FormKind, form_of, out_overload, runs_on
 from tests.graphs import joint_graph, traced
 
 aten = torch.ops.aten

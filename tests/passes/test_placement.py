@@ -12,15 +12,7 @@ from roamc.graph.memory import Place, build_memory
 from roamc.options import Options
 from roamc.passes.layout import trims
 from roamc.passes.layout.effort import EFFORT
-from roamc.passes.layout.placement import (
-    Placement,
-    Table,
-    cost,
-    make_table,
-    outside_live,
-    peak,
-    placements,
-)
+from roamc.passes.layout.placement import Placement, Table, cost, make_table, outside_live, peak, placements
 from roamc.solvers.layout.effort import LARGE_PAGE
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model

@@ -34,13 +34,7 @@ from roamc.operators.gpu.operands import Operand, common_dtype, is_number, needs
 from roamc.operators.gpu.partial_sums import TOGETHER, PartialSums, partial_sums
 from roamc.operators.gpu.printed import printed
 from roamc.operators.gpu.reorders import reordered, reorders
-from roamc.operators.gpu.results import (
-    first_of,
-    is_sum_over_rows,
-    made_by,
-    results_of,
-    shape_of_operands,
-)
+from roamc.operators.gpu.results import first_of, is_sum_over_rows, made_by, results_of, shape_of_operands
 from roamc.operators.gpu.shifts import moves_columns, shifts_of
 
 LONGEST_ROW = 16384

@@ -3,15 +3,7 @@
 import pytest
 from hypothesis import given
 
-from roamc.solvers.layout.problem import (
-    Gap,
-    LayoutProblem,
-    arena_bytes,
-    live_bytes,
-    lower_bound,
-    make_problem,
-    padded,
-)
+from roamc.solvers.layout.problem import Gap, LayoutProblem, arena_bytes, live_bytes, lower_bound, make_problem, padded
 from tests.solvers.layout.cases import PROPERTY, problems, room
 
 
