@@ -192,7 +192,7 @@ def _kernels_row(row: dict[str, Any]) -> str:
     registers = (max(one["registers"] for one in takes if one["target"] == name) for name in TARGETS)
     cells = [
         *(row["model"], row["groups"], row["launches"]["before"], row["launches"]["after"]),
-        f"{rival['triton'] + rival['extern']} ({rival['triton']} + {rival['extern']})",
+        "–" if "refused" in rival else f"{sum(rival.values())} ({rival['triton']} + {rival['extern']})",
         *(row["step launches"]["before"], row["step launches"]["after"], len(kernels), f"{moved / least:.3f}"),
         *(len(kernels) - len(held), f"{max((k['moved'] - 2 * k['partials']) / k['least'] for k in held):.3f}"),
         *(*registers, max(one["spilled_bytes"] for one in takes)),
