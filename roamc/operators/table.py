@@ -25,10 +25,12 @@ class Space(enum.Enum):
     Attributes:
         DEVICE: memory of the device that the storage is on.
         HOST: memory of the CPU in which an operator puts the bytes of a device aside. No operator does so yet.
+        FILE: a file in which an operator puts them aside. No operator does so yet.
     """
 
     DEVICE = "device"
     HOST = "host"
+    FILE = "file"
 
 
 class Strides(enum.Enum):
