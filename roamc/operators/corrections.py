@@ -478,6 +478,19 @@ def _bags(node: fx.Node, mode: FakeTensorMode) -> Any:
     return tuple(results) if wrong else None
 
 
+def _seeds_on_cpu(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """Return the results of memory-efficient attention on a GPU with seed and offset, results 2 and 3, on the CPU.
+
+    There CUDA's kernel makes them, unless a CUDA graph is captured, and its backward reads them there; torch notes the
+    device of the query. ROCm's kernel makes them on the GPU.
+    """
+    noted = node.meta["val"]
+    if noted[2].device.type != "cuda" or torch.version.hip is not None:
+        return None
+    with mode:
+        return (*noted[:2], *(torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in noted[2:]))
+
+
 def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
 
@@ -536,6 +549,7 @@ FIXES: dict[OpOverload, Fix] = {  # no operator of these has a row with ``stride
     aten._prelu_kernel_backward.default: _prelu_backward,
     aten.rrelu_with_noise_backward.default: _rrelu_backward,
     aten.native_group_norm_backward.default: _norm_backward,
+    aten._scaled_dot_product_efficient_attention.default: _seeds_on_cpu,
     aten.convolution.default: _by_cudnn,
     aten.convolution_backward.default: _in_turn(_masked, _by_cudnn),
 }

@@ -319,6 +319,29 @@ def test_attention_is_the_kernel_that_cuda_takes(
         assert kernels == {f"{name}.default", f"{name}_backward.default"}
 
 
+class Dropping(nn.Module):
+    """Attention with dropout, of projected values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.project(x)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+
+
+def test_backward_of_attention_finds_its_seed_on_the_cpu() -> None:
+    """CUDA's memory-efficient kernel makes seed and offset there, and its backward reads them by their addresses."""
+    planned = search.run(on_gpu(Dropping(), (torch.zeros(HEADS),), total), Options(profile="h100"))
+    assert planned.graph.layout is not None
+    placed = [name for name in planned.graph.layout.offset if "efficient_attention" in name and "backward" not in name]
+    by_name = {node.name: node for node in planned.graph.graph.nodes}
+    forward = by_name["_scaled_dot_product_efficient_attention"]
+    assert [tensor.device.type for tensor in forward.meta["val"]] == ["cuda", "cuda", "cpu", "cpu"]
+    assert not {f"{forward.name}#2", f"{forward.name}#3"}.intersection(placed)
+
+
 def test_mask_rows_begin_where_the_kernel_loads() -> None:
     """As torch's ``pad_bias``: rows of 13 keys are kept 16 apart."""
     mode = compat.CaptureMode()
