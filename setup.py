@@ -26,7 +26,7 @@ def version() -> str:
 
 # Compiles the kernels of groups of operators on a GPU. MIT; 1 GB installed, brings no others.
 # torch for CUDA pins its own.
-TRITON = "triton>=3.4; platform_system == 'Linux'"
+TRITON = "triton>=3.6; platform_system == 'Linux'"
 TRANSFORMERS = "transformers>=5,<6"  # the models that tests and benchmarks train, random weights only
 
 setup(

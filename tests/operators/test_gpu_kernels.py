@@ -271,6 +271,16 @@ def test_an_element_for_each_row_beside_all_makes_a_kernel_with_rows() -> None:
     assert "tl.store(mul_out + row, mul, row < 8)" in kernel_text("kernel", body, frame).source
 
 
+def test_zero_keeps_its_sign_in_all_versions_of_triton() -> None:
+    """Triton 3.6 computes ``-x`` as ``0 - x``, and reads the number -0.0 as 0.0."""
+    body = make_fx(lambda x: (x + 1).neg() * 2, tracing_mode="fake")(torch.ones(8, 4)).graph
+    frame = FusedKernel.frame(blocks.last_member(body))
+    assert frame is not None
+    assert "= -" not in kernel_text("kernel", body, frame).source
+    body = make_fx(lambda x: x * -0.0, tracing_mode="fake")(torch.ones(8, 4)).graph
+    assert unfit(blocks.last_member(body), frame, set()) == "-0.0 would lose its sign"
+
+
 class Gated(nn.Module):
     """Two layers as in LLaMA, without attention: RMS norms written out, gates, sums that go on."""
 
@@ -425,6 +435,16 @@ def test_without_triton_operators_run_one_by_one(monkeypatch: pytest.MonkeyPatch
     group, operands, want = on_cpu()
     out = torch.empty(4, 32)
     with pytest.warns(RuntimeWarning, match="Triton is not installed"):
+        group.write(*operands, out=out)
+    assert torch.equal(out, want)
+
+
+def test_an_old_triton_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its divisions are ``div.rn.ftz.f32``, which takes numbers below 2**-126 for zero."""
+    monkeypatch.setattr(launch, "triton_version", lambda: "3.5.1")
+    group, operands, want = on_cpu()
+    out = torch.empty(4, 32)
+    with pytest.warns(RuntimeWarning, match=r"Triton 3\.5\.1 is too old"):
         group.write(*operands, out=out)
     assert torch.equal(out, want)
 

@@ -18,6 +18,11 @@ from roamc.operators.gpu.partial_sums import WARPS
 
 MISSING = "Triton is not installed, so groups of operators run one by one on the GPU: pip install 'roamc[gpu]'"
 
+OLDEST = (3, 6)
+"""Divisions and roots of earlier versions of Triton take numbers below 2**-126 for zero, as ATen does not."""
+
+OLD = "Triton {} is too old, so groups of operators run one by one on the GPU: pip install 'roamc[gpu]'"
+
 
 def triton_version() -> str | None:
     """Return the version of Triton; None if it is not installed."""
@@ -100,8 +105,12 @@ def launcher(text: KernelText) -> Callable[..., None] | None:
     """Return a function that takes the operands and ``out``, and launches the kernel on the stream of the caller.
 
     The keyword ``out`` of that function is a tensor, or a tuple of them for several results; None without results. If
-    Triton is not installed, :func:`launcher` warns and returns None.
+    Triton is not installed or older than :data:`OLDEST`, :func:`launcher` warns and returns None.
     """
+    version = triton_version()
+    if version is not None and tuple(map(int, version.split(".")[:2])) < OLDEST:
+        warnings.warn(OLD.format(version), RuntimeWarning, stacklevel=2)
+        return None
     try:
         run = jit_functions(text)
     except ImportError:

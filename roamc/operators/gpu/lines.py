@@ -183,9 +183,15 @@ class Lines:
         return value if value.name == "None" else self.cast(value, dtype)  # None: an argument that is left out
 
     def number(self, value: object) -> str:
-        """Return the text of ``value``, a number, in Triton; 1 and 0 for True and False."""
+        """Return the text of ``value``, a number, in Triton; 1 and 0 for True and False.
+
+        Raises:
+            DoesNotPrintError: it is -0.0, which Triton 3.6 takes for 0.0.
+        """
         if isinstance(value, bool):
             return str(int(value))
+        if value == 0 and math.copysign(1, value) < 0:  # type: ignore[call-overload]
+            raise DoesNotPrintError("-0.0 would lose its sign")
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
         return repr(value)

@@ -220,6 +220,11 @@ def _times(lines: Lines, node: fx.Node, name: str, value: Value) -> Value:
     return lines.let(f"{lines.number(scale)} * {{0}}", value)
 
 
+def _negative(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """Triton 3.6 takes ``-x`` for ``0 - x``, which has another sign where ``x`` is 0."""
+    return lines.let("{0} * -1.0" if node.meta["val"].is_floating_point() else "-{0}", values[0])
+
+
 def _with_product(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     """ATen's kernels contract the last product and the sum."""
     product = lines.let("{0} * {1}", values[1], values[2])
@@ -351,7 +356,7 @@ PRINTED: dict[str, Printed] = {
     "sub": Printed(_sub, exact=_unscaled, keywords=("alpha",), integers=True, number_arguments=True),
     "mul": Printed("{0} * {1}", exact=True, integers=True, number_arguments=True),
     "div": Printed(_divide, exact=True, number_arguments=True),
-    "neg": Printed("-{0}", exact=True, integers=True),
+    "neg": Printed(_negative, exact=True, integers=True),
     "abs": Printed("tl.abs({0})", exact=True),
     "reciprocal": Printed("tl.div_rn(1.0, {0})", exact=True),
     "sqrt": Printed("tl.sqrt_rn({0})", exact=True),
