@@ -98,13 +98,15 @@ def default_partition(
 
     Three faults of torch's are mended, partly in ``joint`` itself: a random operator with several results that nobody
     reads fails an assertion, backward gets dead copies of forward's random operators, which would draw again, and the
-    running statistics of a batch norm in training are saved, which its backward takes and does not read.
+    running statistics of a batch norm in training are saved, which its backward takes and does not read. What runs again
+    draws from the generator's saved state on a GPU as well, and not from a generator of its own, which is for CUDA graphs.
 
     Args:
         joint: AOTAutograd's graph of forward and backward.
         inputs: its inputs.
         how: what AOTAutograd passes to a partition besides, such as ``num_fwd_outputs``.
     """
+    from torch._functorch import config
     from torch._functorch.partitioners import default_partition as split
 
     keep_saved(joint.graph)
@@ -113,7 +115,8 @@ def default_partition(
             _pick_first(node)
         if node.target is torch.ops.aten.native_batch_norm_backward.default and node.args[7]:
             node.args = (*node.args[:3], None, None, *node.args[5:])
-    forward, backward = split(joint, inputs, **how)
+    with config.patch(graphsafe_rng_functionalization=False):
+        forward, backward = split(joint, inputs, **how)
     early = {node.name for node in forward.graph.nodes}
     for node in reversed(list(backward.graph.nodes)):
         if node.op == "call_function" and not node.users and node.name in early:

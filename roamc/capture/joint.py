@@ -291,7 +291,8 @@ class _Stitcher:
 
     def _random_pair(self, node: fx.Node, args: Any, kwargs: Any, phase: Phase) -> fx.Node:
         """``run_and_save_rng_state(op, ...)`` as two nodes: the generator's state, then the operator."""
-        device = next((value_of(a).device for a in args[1:] if isinstance(a, fx.Node)), torch.device("cpu"))
+        named = torch.device(kwargs.get("device") or "cpu")
+        device = next((value_of(a).device for a in args[1:] if isinstance(a, fx.Node)), named)
         state = self._create(node, save_rng_state, (device,), {}, phase)
         drawn = self._create(node, args[0], tuple(args[1:]), kwargs, phase)
         for part in (state, drawn):

@@ -20,6 +20,7 @@ from roamc.compat import identity
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Role, TrainGraph, operators, output_values, placeholders, verify
 from roamc.operators import ops
+from roamc.operators.random import replay, save_rng_state
 from roamc.operators.schemas import name_of
 from tests.end_to_end.cases import SMALL
 from tests.end_to_end.helpers import assert_same, noise, optimized
@@ -156,6 +157,27 @@ def test_attention_runs_again_in_backward(dropout: float) -> None:
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in each.parameters()), torch.get_rng_state()])
     assert_same(*results)
+
+
+def test_what_draws_again_needs_no_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch has it on a GPU, where the state of a generator would be one more argument of both halves."""
+    from torch._functorch import partitioners
+
+    if not hasattr(partitioners, "supports_graphsafe_rng"):
+        pytest.skip("this torch asks for the type of the device itself")
+    monkeypatch.setattr(partitioners, "supports_graphsafe_rng", lambda device: True)
+    monkeypatch.setattr(partitioners, "get_device_rng_state", lambda device: torch.get_rng_state())
+    graph = joint_graph(Attending(0.3), (noise(4, 12, 16),))
+    called = [node.target for node in operators(graph.graph)]
+    assert called.count(save_rng_state) == called.count(replay) == 1
+    assert len(graph.inputs) == 4, "weight, bias, input and the gradient of the result"
+
+
+def test_numbers_of_a_gpu_are_drawn_again_from_its_generator() -> None:
+    stitcher = joint._Stitcher(FakeTensorMode())
+    source = fx.Graph().call_function(torch.ops.aten.rand.default, ([8],), {"device": "cuda"})
+    drawn = stitcher._random_pair(source, (aten.rand.default, [8]), {"device": "cuda"}, Phase.FORWARD)
+    assert drawn.prev.args == (torch.device("cuda"),)
 
 
 def halves_with(dropout: float) -> tuple[fx.GraphModule, fx.GraphModule]:
