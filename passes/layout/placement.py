@@ -114,7 +114,7 @@ def make_table(
         idle: whether the arena keeps its memory after backward.
         effort: how many placements to try, and the prices by which they are compared.
     """
-    device, boundary = main_device(graph).type, graph.boundary
+    device, boundary = str(main_device(graph)), graph.boundary
     born, dead = lifetimes(memory)
     size = sizes(memory.counted)
     makers = {i for op in memory.operators if _allocates(op) for i in op.births}

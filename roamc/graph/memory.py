@@ -63,7 +63,7 @@ class Storage:
         nbytes: bytes of the whole storage, not of any view.
         place: who owns it.
         producer: index in ``MemoryModel.operators`` of the operator that makes it; -1 for inputs, tangents, constants.
-        device: type of the device that it is on, such as "cpu".
+        device: the device that it is on, such as "cpu" or "cuda:0".
         gradient: whether it is the gradient of a parameter, which eager keeps until the optimizer has run.
         space: the memory that it lies in.
     """
@@ -307,7 +307,7 @@ class _Builder:
         new = key not in self.seen
         if new:
             name = storage_name(node, position)
-            device, space = tensor.device.type, ops.rule(node.target).space if producer >= 0 else Space.DEVICE
+            device, space = str(tensor.device), ops.rule(node.target).space if producer >= 0 else Space.DEVICE
             index = self.seen[key] = len(self.storages)
             gradient = key in self.gradients
             self.storages.append(Storage(index, name, key.nbytes, place, producer, device, gradient, space))

@@ -69,15 +69,22 @@ def _writes(*overloads: OpOverload, devices: frozenset[str] = ANYWHERE, lean: bo
 
 
 @_writes(aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default)
-def copy(source: Tensor, *, out: Tensor, **geometry: Any) -> None:
-    """Copy ``source`` to ``out``, converted to the dtype of ``out``; other arguments are ATen's and not read."""
-    out.copy_(source)
+def copy(source: Tensor, *, out: Tensor, non_blocking: bool = False, **geometry: Any) -> None:
+    """Copy ``source`` to ``out``, converted to the dtype of ``out``; other arguments are ATen's and not read.
+
+    Args:
+        source: is read.
+        out: is written.
+        non_blocking: whether the caller goes on while a copy from pinned memory to a GPU runs.
+        geometry: not read.
+    """
+    out.copy_(source, non_blocking)
 
 
 @_writes(aten.copy.default)
 def functional_copy(self: Tensor, source: Tensor, non_blocking: bool = False, *, out: Tensor) -> None:
     """Write the values of ``source``, broadcast to the shape of ``self``, to ``out``; ``self`` itself is not read."""
-    out.copy_(source)
+    out.copy_(source, non_blocking)
 
 
 @_writes(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)

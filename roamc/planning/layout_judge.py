@@ -59,14 +59,14 @@ def _check_owners(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> 
     """
     nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
     handed = shared.of_all(output_values(graph.graph))
-    device, starts = main_device(graph).type, {started_by(node) for node in nodes}
+    device, starts = main_device(graph), {started_by(node) for node in nodes}
     births = Counter(born for born, _, _ in lives.values())
     for name in layout.offset:
         born = lives[name][0]
         node = nodes[born]
         if node.op != "call_function" or shared.of(_made(node, name)[1]) in handed:
             raise VerifyError(f"after pass 'layout': {name} lies in the arena and is the caller's")
-        if ops.rule(node.target).space is not Space.DEVICE or _made(node, name)[0].device.type != device:
+        if ops.rule(node.target).space is not Space.DEVICE or _made(node, name)[0].device != device:
             raise VerifyError(f"after pass 'layout': {name} lies in the arena and belongs into another memory")
         if node in starts and form_of(node, births[born]).kind is FormKind.ALLOCATE:
             raise VerifyError(f"after pass 'layout': {name} would be copied into the arena while it is being written")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -171,3 +172,11 @@ def test_kernel_never_writes_its_arguments() -> None:
         KERNELS[overload].function(*args, **kwargs, out=outs if len(outs) > 1 else outs[0])
         finish_all()
         assert all(same_bits(a, b) for a, b in zip(flat, before, strict=True)), str(overload)
+
+
+@pytest.mark.parametrize("operator", [aten._to_copy.default, aten.copy.default])
+def test_a_copy_from_pinned_memory_is_not_waited_for(operator: Any) -> None:
+    source, out = torch.ones(2), mock.Mock()
+    read = (source,) if operator is aten._to_copy.default else (source, source)
+    KERNELS[operator].function(*read, non_blocking=True, out=out)
+    out.copy_.assert_called_once_with(source, True)

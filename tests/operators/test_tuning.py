@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import roamc
 from roamc import files, progress
@@ -26,6 +27,7 @@ from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kept import Kept
 from roamc.operators.gpu.kernel import KernelText
 from roamc.operators.gpu.launch_shapes import LaunchShape, shape_of
+from roamc.operators.gpu.results import first_of
 from tests.codegen.test_kernel_judge import group_of
 from tests.kernel_groups import use_kernels
 
@@ -95,6 +97,18 @@ def group(rows: int = 64, factor: int = 2) -> FusedKernel:
     """On the CPU; a kernel of its own for each factor."""
     operands = torch.ones(rows, 100), torch.ones(rows, 100)
     return group_of(lambda x, y: (x * factor + y).neg(), *operands)
+
+
+def test_kernels_of_another_gpu_are_not_timed_on_the_first(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(tuning, "fastest", lambda group, device: asked.append(first_of(group.nodes[-1]).device))
+    groups = []
+    for number, function in enumerate((lambda x, y: x * 2 + y, lambda x, y: x * 3 + y)):
+        with FakeTensorMode():
+            operands = [torch.empty(64, 100, device=f"cuda:{number}") for _ in range(2)]
+        groups.append(group_of(function, *operands))
+    tuning.tune(groups)
+    assert asked == [torch.device("cuda:0")]
 
 
 def in_next_process(groups: Sequence[FusedKernel]) -> list[LaunchShape]:

@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.testing import FileCheck
 
 from roamc.codegen.source import emit
-from roamc.errors import PlanError
+from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph
 from roamc.graph.lifetimes import lifetimes, live_bytes
 from roamc.graph.memory import Place, build_memory
@@ -43,6 +44,19 @@ def test_chain_takes_two_places_in_turn() -> None:
     for name in ("sin", "cos", "tan", "exp"):
         views.check(f'{name} = arena.view("{name}", {decision.offset[name]}, (16, 16), (16, 1), torch.float32)')
     views.run(emit(graph).source)
+
+
+def test_temporaries_of_another_gpu_are_outside_the_arena() -> None:
+    with FakeTensorMode():
+        first, second = torch.empty(32, 16, device="cuda:0"), torch.empty(16, 16, device="cuda:1")
+    with torch.no_grad():
+        graph = traced(lambda x, y: (x.sin().cos().sum(), y.sin().cos().sum()), first, second)
+    graph, decision = laid_out(graph)
+    assert {*decision.offset} == {"sin", "cos"}
+    assert {*decision.with_allocator} == {"sin_1", "cos_1"}
+    moved = dataclasses.replace(graph.layout, offset={**decision.offset, "sin_1": 0})  # type: ignore[type-var]
+    with pytest.raises(VerifyError, match="sin_1 lies in the arena and belongs into another memory"):
+        check_layout(graph.replace(layout=moved))
 
 
 def test_outputs_are_outside_the_arena() -> None:

@@ -47,7 +47,8 @@ def tune(groups: Sequence[FusedKernel]) -> None:
     """Let each kernel be launched in its fastest shape; nothing happens where the GPU of ``groups`` is not here.
 
     Args:
-        groups: the groups of a program, one entry for each launch; all on one device.
+        groups: the groups of a program, one entry for each launch. Those on another device than the first stay as they
+            are printed.
     """
     device = first_of(groups[0].nodes[-1]).device if groups else torch.device("cpu")
     machine = here.machine(device)
@@ -55,7 +56,7 @@ def tune(groups: Sequence[FusedKernel]) -> None:
         return
     alike: dict[str, list[FusedKernel]] = {}
     for group in groups:
-        if len(group.shapes) > 1:
+        if len(group.shapes) > 1 and first_of(group.nodes[-1]).device == device:
             alike.setdefault(group.key, []).append(group)
     shapes = {key: _kept(machine, key, same[0]) for key, same in alike.items()}
     left = [key for key, shape in shapes.items() if shape is None and bytes_of(alike[key][0]) >= LEAST_BYTES]
