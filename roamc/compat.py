@@ -144,13 +144,13 @@ def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
     """Trace ``function(*args)``, with fake tensors of ``mode``, to ATen operators; nothing is computed or allocated.
 
-    The Python dispatcher is on, so that operators decompose as they do inside AOTAutograd
-    (dropout, for example, becomes ``native_dropout`` with a mask of one byte an element). Where the caller's autocast
-    caches casts of weights, so does the trace, with one cast of each as in eager; torch's tracer turns the cache off.
+    The Python dispatcher is on: operators decompose as inside AOTAutograd. Autocast caches casts where it does for the
+    caller; torch's tracer turns that off. The caller's thread traces backward, also on a GPU, where autograd has its own.
     """
     function = _with_autocast_cache(function, torch.is_autocast_cache_enabled())
     lines = fx.traceback.preserve_node_meta(), _lines_of_callers()
-    with mode, enable_python_dispatcher(), lines[0], lines[1], checkpoints_followed(), quiet_meta():
+    here = torch.autograd.set_multithreading_enabled(False)
+    with mode, enable_python_dispatcher(), lines[0], lines[1], checkpoints_followed(), quiet_meta(), here:
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
 
 

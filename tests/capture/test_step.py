@@ -15,6 +15,7 @@ from roamc.capture.step_trace import StepRequest
 from roamc.graph import Phase, Role, operators, placeholders, source_line, verify
 from tests.end_to_end.cases import BatchNorm, Layers, Tied
 from tests.end_to_end.helpers import assert_same, noise, square, tensors_of
+from tests.graphs import captured_step
 
 X = noise(4, 8)
 
@@ -150,3 +151,16 @@ def test_capture_leaves_the_model_as_it_was(build: Callable[[], nn.Module], loss
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     assert_same(torch.get_rng_state(), random)
     assert len(optimizer.state) == 0
+
+
+def test_the_thread_that_traces_forward_traces_backward() -> None:
+    """On a GPU autograd has a thread of its own, to which patches of this thread, such as decompositions, do not go."""
+    seen: list[bool] = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        seen.append(torch._C._is_multithreading_enabled())
+        return model(x).sum()
+
+    captured_step(nn.Linear(4, 4), (torch.ones(2, 4),), loss)
+    assert seen == [False]
+    assert torch._C._is_multithreading_enabled()

@@ -228,6 +228,14 @@ def test_inference_mode_is_refused() -> None:
         step(X)
 
 
+def test_a_step_inside_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = roamc.train_step(model := nn.Linear(8, 8), square, sgd(model))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(roamc.CaptureError, match="while a CUDA graph is captured"):
+        step(X)
+
+
 def test_a_step_inside_of_the_loss_function_is_refused() -> None:
     def nested(model: nn.Module, x: Tensor) -> Tensor:
         step(x)
