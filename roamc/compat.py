@@ -145,7 +145,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     """Trace ``function(*args)``, with fake tensors of ``mode``, to ATen operators; nothing is computed or allocated.
 
     The Python dispatcher is on: operators decompose as inside AOTAutograd. Autocast caches casts where it does for the
-    caller; torch's tracer turns that off. The caller's thread traces backward, also on a GPU, where autograd has its own.
+    caller; torch's tracer turns that off. The caller's thread traces backward, not the one that autograd has for a GPU.
     """
     function = _with_autocast_cache(function, torch.is_autocast_cache_enabled())
     lines = fx.traceback.preserve_node_meta(), _lines_of_callers()

@@ -98,8 +98,8 @@ def default_partition(
 
     Three faults of torch's are mended, partly in ``joint`` itself: a random operator with several results that nobody
     reads fails an assertion, backward gets dead copies of forward's random operators, which would draw again, and the
-    running statistics of a batch norm in training are saved, which its backward takes and does not read. What runs again
-    draws from the generator's saved state on a GPU as well, and not from a generator of its own, which is for CUDA graphs.
+    running statistics of a batch norm in training are saved, which its backward takes and does not read. What runs
+    again draws from the generator's saved state on a GPU as well, where torch gives it a generator for CUDA graphs.
 
     Args:
         joint: AOTAutograd's graph of forward and backward.

@@ -249,8 +249,8 @@ class TrainStep:
             raise CaptureError("a train_step is called under torch.inference_mode(), where nothing can be trained")
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
-                "a train_step is called while a CUDA graph is captured: the graph would repeat the learning rate and the "
-                "count of this one step; call the step itself, which makes its tensors once, or use roamc.optimize"
+                "a train_step is called while a CUDA graph is captured: the graph would repeat the learning rate and "
+                "the count of this one step; call the step itself, or use roamc.optimize"
             )
         optimizer_hooks.check_step_method(self.optimizer)
         check_around(self.model)
