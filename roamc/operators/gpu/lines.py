@@ -190,7 +190,7 @@ class Lines:
         """
         if isinstance(value, bool):
             return str(int(value))
-        if value == 0 and math.copysign(1, value) < 0:  # type: ignore[call-overload]
+        if value == 0 and math.copysign(1, value) < 0:
             raise DoesNotPrintError("-0.0 would lose its sign")
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
