@@ -461,7 +461,7 @@ class _Writer:
             return self._viewed(self._gathered(held.shard, phase), tuple(node.meta["val"].shape), phase)
         if held.rest is not None or node not in self.pending:
             raise PlanError(f"the plan leaves {node.name} a sum over the ranks, which is read as a whole")
-        self._reduce_pending()
+        self._reduce_pending(phase)
         return self._whole(node, phase)
 
     def _gathered(self, shard: fx.Node, phase: Phase) -> fx.Node:
@@ -471,14 +471,14 @@ class _Writer:
             self.kept[shard, phase] = gathered
         return self.kept[shard, phase]
 
-    def _reduce_pending(self) -> None:
-        """Sum all addends that are there over the ranks: one collective for each dtype."""
+    def _reduce_pending(self, reader: Phase = Phase.FORWARD) -> None:
+        """Sum all addends that are there over the ranks, for a reader in this phase: one collective for each dtype."""
         buckets: dict[torch.dtype, list[fx.Node]] = {}
         for node in self.pending:
             buckets.setdefault(node.meta["val"].dtype, []).append(node)
         self.pending = []
         for bucket in buckets.values():
-            phase = max(self.old.phase[node.name] for node in bucket)
+            phase = max(reader, *(self.old.phase[node.name] for node in bucket))
             addends = [self.held[node].addend for node in bucket]
             if len(bucket) == 1:
                 once = (addends[0], "sum", self.group)
