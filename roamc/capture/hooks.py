@@ -6,6 +6,7 @@ parameters do: the trace puts other tensors in the parameters' place.
     Tensor.register_hook                         traced on the gradient, before clipping and update
     Tensor.register_post_accumulate_grad_hook    refused: it reads .grad, and a planned step has none
     hooks on the node that accumulates .grad     refused likewise
+    hooks that the step itself registers         refused: the next trace would not have them
 """
 
 from __future__ import annotations
@@ -130,6 +131,11 @@ def follow_hooks(leaf: torch.Tensor, parameter: torch.Tensor, name: str, closure
     """
     for hook in (parameter._backward_hooks or {}).values() if parameter.requires_grad else ():
         leaf.register_hook(_traced(hook, name, closures))
+
+
+def hooks_on(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the numbers of the gradient hooks on ``tensor``, those behind the accumulation of ``.grad`` included."""
+    return (*(tensor._backward_hooks or ()), *_late(tensor))
 
 
 def name_of(hook: object) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from roamc.capture.hooks import hooks_on
 from roamc.compat import identity
 from roamc.compat_dtensor import is_dtensor, part_of
 from roamc.errors import CaptureError
@@ -26,29 +27,46 @@ def check_dtypes(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def check_untouched(leaves: Mapping[str, torch.Tensor], required: Mapping[str, bool]) -> None:
-    """Refuse a loss function that has called ``backward()``, or has frozen or unfrozen a parameter.
+State = Mapping[str, tuple[bool, tuple[int, ...]]]
+"""Name to whether a tensor requires a gradient, and the numbers of the hooks on it."""
 
-    The step would leave out the gradients in ``.grad``, and update the parameters that required a gradient before.
+
+def state_of(leaves: Mapping[str, torch.Tensor], stand_ins: Mapping[str, torch.Tensor]) -> State:
+    """Return what :func:`check_untouched` compares; arguments are those there."""
+    return {name: (leaf.requires_grad, hooks_on(stand_ins[name])) for name, leaf in leaves.items()}
+
+
+def check_untouched(leaves: Mapping[str, torch.Tensor], stand_ins: Mapping[str, torch.Tensor], before: State) -> None:
+    """Refuse a loss function that has called ``backward()``, frozen or unfrozen a parameter, or hooked one.
+
+    The step would leave out the gradients in ``.grad``, update the parameters that required a gradient before, and
+    lose a hook on what stands for a parameter in this trace alone.
 
     Args:
-        leaves: the tensors that stand for parameters and buffers in the trace, by name, behind the call of the loss
-            function.
-        required: whether each required a gradient before it.
+        leaves: the tensors that autograd gives gradients of in the trace, for each parameter and buffer, by name,
+            behind the call of the loss function.
+        stand_ins: what the model has in the place of its parameters and buffers, by name.
+        before: what :func:`state_of` returned before that call.
 
     Raises:
         CaptureError: names a parameter.
     """
     for name, leaf in leaves.items():
+        required, hooks = before[name]
         if leaf.grad is not None:
             raise CaptureError(
                 "loss_fn runs backward itself: let it return the loss alone, or the sum of several losses; train_step "
                 f"adds backward, and would lose the .grad of {name}"
             )
-        if leaf.requires_grad is not required[name]:
+        if leaf.requires_grad is not required:
             raise CaptureError(
                 f"the step sets requires_grad of {name} to {leaf.requires_grad}; set it before the step, for which a "
                 "change makes another plan"
+            )
+        if hooks_on(stand_ins[name]) != hooks:
+            raise CaptureError(
+                f"the step registers a gradient hook on parameter {name!r}, which would be lost with the trace; "
+                "register it before the step by register_hook, or use roamc.optimize, which runs hooks as they are"
             )
 
 

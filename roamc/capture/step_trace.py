@@ -19,7 +19,7 @@ from roamc.capture.batch_gradients import handed_over, stand_for_batch, wanted_o
 from roamc.capture.closures import Closures, check_origins
 from roamc.capture.hooks import follow_hooks
 from roamc.capture.in_place_views import as_views
-from roamc.capture.leaves import check_memory, check_same_parameters, check_untouched, memory_of
+from roamc.capture.leaves import check_memory, check_same_parameters, check_untouched, memory_of, state_of
 from roamc.capture.parts import place_gradient, stand_in
 from roamc.capture.replicas import check_called, followed, replicas_of
 from roamc.compat_dtensor import gathered, part_of
@@ -156,7 +156,7 @@ class Trace:
         fed = dict(zip(self.tensor_leaves, flat[len(reals) :], strict=True))
         batch = stand_for_batch(fed, self.request.leaves, {id(real): stand_ins[name] for name, real in reals.items()})
         values = [batch.get(index, leaf) for index, leaf in enumerate(self.request.leaves)]
-        model, required = self.request.model, {name: leaf.requires_grad for name, leaf in leaves.items()}
+        model, before = self.request.model, state_of(leaves, stand_ins)
         named = {**stand_ins, **{f"batch[{index}]": tensor for index, tensor in batch.items()}}
         memory = memory_of(named)
         with (
@@ -166,7 +166,7 @@ class Trace:
             casts_alone(model),
         ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(values))
-            check_untouched(leaves, required)
+            check_untouched(leaves, stand_ins, before)
             check_memory(named, memory)
             check_same_parameters(model, stand_ins)
             check_loss(loss)

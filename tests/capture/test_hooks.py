@@ -56,6 +56,15 @@ def by_the_parameter(model: Any, _: Optimizer) -> None:
     weight.register_hook(lambda grad: grad + 0.1 * weight)
 
 
+def late_hook(layer: Any, _: object) -> None:
+    """As tensor parallelism of transformers sums the gradients of norms in forward, on what it is called with first."""
+    layer.bias.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+
+
+def by_the_parameter_of(layer: Any) -> None:
+    layer.weight.register_hook(lambda grad: grad * 2)
+
+
 def of_an_unused_parameter(model: Any, _: Optimizer) -> None:
     model[0].register_parameter("unused", nn.Parameter(torch.ones(3)))
     model[0].unused.register_hook(lambda grad: grad / 0)
@@ -175,6 +184,14 @@ REFUSED: dict[str, tuple[Install, tuple[str, ...]]] = {
     "post-accumulate-grad": (
         lambda m, o: m[0].bias.register_post_accumulate_grad_hook(square),
         ("parameter '0.bias' has a post-accumulate-grad hook (square)", "no .grad", "roamc.optimize"),
+    ),
+    "post-accumulate-grad, by the step": (
+        lambda m, o: m[0].register_forward_pre_hook(late_hook),
+        ("the step registers a gradient hook on parameter '0.bias'", "before the step", "roamc.optimize"),
+    ),
+    "on a gradient, by the step": (
+        lambda m, o: m[0].register_forward_pre_hook(lambda layer, _: by_the_parameter_of(layer)),
+        ("the step registers a gradient hook on parameter '0.weight'", "register_hook"),
     ),
     "on the gradient's node": (node_hook, ("parameter '0.weight' has a hook on the autograd node", "register_hook")),
 }
