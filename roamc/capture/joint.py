@@ -26,6 +26,7 @@ from roamc import compat_aot, compat_dynamo
 from roamc.capture import attributes, communication, recurrent, user_line
 from roamc.capture.batch import put_together, take_apart
 from roamc.capture.collectives import join, name_own_parts
+from roamc.capture.own_gradients import own_gradients
 from roamc.capture.reinplace import reinplace
 from roamc.capture.tokens import without_tokens
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
@@ -109,6 +110,8 @@ def stitch(
     inputs += [Port(node.name, Role.TANGENT, Phase.BACKWARD) for node in late]
     builder.copy(backward.graph, Phase.BACKWARD)
     second = [builder.mapped(node) for node in output_values(backward.graph)]
+    if builder.mode is not None:
+        second = own_gradients(builder.graph, second, inputs, builder.mode, builder.phase)
     builder.graph.output((*first, *second))
     outputs = [Port(f"output[{i}]", Role.OUTPUT) for i in range(len(first))]
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
