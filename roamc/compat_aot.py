@@ -169,6 +169,19 @@ def static_inputs() -> tuple[int, ...]:
     return tuple(getattr(metadata, "static_input_indices", None) or ())
 
 
+def donate_nothing() -> None:
+    """While AOTAutograd compiles a forward: let its backward run with ``retain_graph=True`` at any step.
+
+    Else torch refuses that once a backward has run without: a compiler of its own may write over saved tensors then.
+    """
+    from torch._guards import TracingContext
+
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    donated = getattr(metadata, "bw_donated_idxs", None)
+    if donated:
+        donated.clear()  # in place: metadata of the same graph with tensor subclasses has the same list
+
+
 def forward_backward(
     model: torch.nn.Module, batch: Sequence[Any], call_model: Callable[..., Any] | None = None
 ) -> tuple[tuple[fx.GraphModule, ...], int, tuple[int, ...]]:

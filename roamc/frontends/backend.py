@@ -395,6 +395,7 @@ class _Unit:
 
     def forward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
         """Return the program's forward half; an interpreter of ``gm`` if there is no program."""
+        compat_aot.donate_nothing()
         return boxed(self.pair.forward) if self.pair is not None else interpreter(gm)
 
     def backward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:

@@ -115,6 +115,26 @@ def test_retain_graph_twice_then_once_more() -> None:
     both(use)
 
 
+@pytest.mark.parametrize("budget", [None, "min"])
+def test_retain_graph_after_steps_without(budget: str | None) -> None:
+    """As a penalty every few steps needs it: ``aot_eager`` refuses that, and eager does not."""
+
+    def use(model: nn.Module) -> list[Tensor]:
+        for seed in range(2):
+            square(model, noise(4, 8, seed=seed)).backward()
+        loss = square(model, noise(4, 8, seed=2))
+        loss.backward(retain_graph=True)
+        first = gradients_of(model)
+        loss.backward()
+        square(model, noise(4, 8, seed=3)).backward()
+        return [*values(loss), *first.values()]
+
+    twin = MLP()
+    model = optimized(copy.deepcopy(twin), memory_budget=budget)
+    assert_same(seeded(use, model), seeded(use, twin))
+    assert_same(gradients_of(model), gradients_of(twin))
+
+
 def test_second_backward_without_retain_graph_is_an_error() -> None:
     model = optimized(MLP())
     loss = square(model, noise(4, 8))
