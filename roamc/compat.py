@@ -401,10 +401,10 @@ def saved_tensor_hooks_active() -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of nested lists, tuples and dicts, and a hashable description of the nest."""
+    """Return the leaves of nested lists, tuples and dicts, a torch.Size being a leaf, and a hashable description."""
     from torch.utils import _pytree as pytree
 
-    return pytree.tree_flatten(tree)
+    return pytree.tree_flatten(tree, is_leaf=lambda value: isinstance(value, torch.Size))
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:

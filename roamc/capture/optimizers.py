@@ -27,6 +27,10 @@ Group = Mapping[str, Any]
 Nodes = Mapping[str, fx.Node]
 
 
+_REFUSED = ("capturable", "differentiable")
+"""Settings of a group that no rule follows."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one optimizer updates one parameter.
@@ -42,6 +46,7 @@ class Rule:
         write: function of (writer, parameter, gradient, states, scalars, group) that appends the update by a
             :class:`roamc.graph.rewrite.Writer`. States and scalars are nodes by key and name; the update writes to
             the parameter and the states in place.
+        start: what the states hold before the first step.
     """
 
     states: Callable[[Group], tuple[str, ...]]
@@ -49,6 +54,7 @@ class Rule:
     flags: tuple[str, ...]
     scalars: Callable[[Group, float, bool], dict[str, float]]
     write: Callable[[Writer, fx.Node, fx.Node, Nodes, Nodes, Group], None]
+    start: float = 0.0
 
 
 def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
@@ -65,10 +71,10 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
             "takes any optimizer"
         )
     for group in optimizer.param_groups:
-        for setting in ("capturable", "differentiable"):
+        for setting in _REFUSED:
             if group.get(setting):
                 raise CaptureError(f"{type(optimizer).__name__}({setting}=True) is not supported; leave {setting} out")
-        if not group.get("fused") and any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ())):
+        if not group.get("fused") and _has_tensor_betas(group):
             raise CaptureError(f"{type(optimizer).__name__} with betas that are tensors is not supported; give numbers")
     return rule
 
@@ -91,12 +97,16 @@ def check_dense(name: str, parameter: torch.Tensor, group: Group) -> None:
         )
 
 
-def structure(rule: Rule, group: Group) -> tuple[object, ...]:
-    """Return the truth value of each of ``rule.flags`` in ``group``; the step needs another graph when one changes.
+def structure(rule: Rule, group: Group) -> tuple[bool, ...]:
+    """Return what of ``group`` needs another graph when it changes, or is refused then by :func:`rule_for`.
 
     A number, such as ``weight_decay``, counts only as zero or not. ``group`` is one of ``optimizer.param_groups``.
     """
-    return tuple(bool(group.get(flag)) for flag in rule.flags)
+    return (*(bool(group.get(flag)) for flag in (*rule.flags, *_REFUSED)), _has_tensor_betas(group))
+
+
+def _has_tensor_betas(group: Group) -> bool:
+    return any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ()))
 
 
 def check_state(optimizer: torch.optim.Optimizer, rule: Rule, name: str, parameter: torch.Tensor, group: Group) -> None:
@@ -135,10 +145,10 @@ def _words(tensor: torch.Tensor) -> str:
 def init_state(
     optimizer: torch.optim.Optimizer, rule: Rule, parameter: torch.Tensor, group: Group
 ) -> Callable[[], None] | None:
-    """Add what is missing of the parameter's entries in ``optimizer.state``, as zeros; entries that exist stay.
+    """Add what is missing of the parameter's entries in ``optimizer.state``; entries that exist stay.
 
-    The step count is a float32 scalar, on the CPU or, for ``fused=True``, on the parameter's device. The other entries
-    have the parameter's shape, dtype, device and, if it is dense, strides.
+    The step count is 0, a float32 scalar, on the CPU or, for ``fused=True``, on the parameter's device. The other
+    entries hold ``rule.start`` and have the parameter's shape, dtype, device and, if it is dense, strides.
 
     Args:
         optimizer: holds ``parameter``; its ``state`` is changed.
@@ -156,7 +166,8 @@ def init_state(
     if rule.has_step and "step" not in entries:
         device = parameter.device if group.get("fused") else torch.device("cpu")
         missing["step"] = torch.zeros((), dtype=torch.float32, device=device)
-    missing.update({key: torch.zeros_like(parameter) for key in rule.states(group) if entries.get(key) is None})
+    absent = [key for key in rule.states(group) if entries.get(key) is None]
+    missing.update({key: torch.full_like(parameter, rule.start) for key in absent})
     if not missing:
         return None
     take_away = functools.partial(_set_back, optimizer, parameter, None if before is None else dict(before))
@@ -290,7 +301,8 @@ _ADAM_FLAGS = ("amsgrad", "maximize", "weight_decay", "fused", "decoupled_weight
 
 RULES: dict[type, Rule] = {
     torch.optim.SGD: Rule(
-        _sgd_states, False, ("momentum", "weight_decay", "nesterov", "maximize", "fused"), _sgd_scalars, _sgd_write
+        _sgd_states, False, ("momentum", "weight_decay", "nesterov", "maximize", "fused"), _sgd_scalars, _sgd_write,
+        start=-0.0,  # of which momentum times it, and a gradient, is the gradient, also where that is -0.0
     ),
     torch.optim.Adam: Rule(
         _adam_states, True, _ADAM_FLAGS, _adam_scalars,

@@ -83,7 +83,7 @@ Target = Annotated[
     ),
 ]
 Batch = Annotated[int | None, typer.Option("--batch", help="Batch size.")]
-Seq = Annotated[int | None, typer.Option("--seq", help="Sequence length.")]
+Seq = Annotated[int | None, typer.Option("--seq", "--sequence", help="Sequence length.")]
 Layers = Annotated[int | None, typer.Option("--layers", help="Number of layers.")]
 Width = Annotated[int | None, typer.Option("--width", help="Width of the residual stream.")]
 Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
@@ -368,7 +368,7 @@ def models(as_json: Json = False) -> None:
 def demo(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of each side.")] = 30,
     batch: Annotated[int, typer.Option("--batch", min=1, hidden=True)] = 4,
-    seq: Annotated[int, typer.Option("--seq", min=1, hidden=True)] = 192,
+    seq: Annotated[int, typer.Option("--seq", "--sequence", min=1, hidden=True)] = 192,
     layers: Annotated[int, typer.Option("--layers", min=1, hidden=True)] = 6,
     width: Annotated[int, typer.Option("--width", min=1, hidden=True)] = 384,
     heads: Annotated[int, typer.Option("--heads", min=1, hidden=True)] = 6,

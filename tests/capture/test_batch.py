@@ -100,6 +100,7 @@ BATCHES: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
     "dict with attributes": (by_attribute, (Attributes(x=X, y=Y),), {}),
     "heir of an ordered dict": (unpacked, (Ordered(x=X, y=Y),), {}),
     "nest": (lambda m, batch: by_attribute(m, batch["a"][0].x["b"]), ({"a": [Pair({"b": Named(X, Y)}, Y)]},), {}),
+    "size": (lambda m, x, y, size: loss_of(m, x, y) * size.numel(), (X, Y, X.shape), {}),
     "packed sequence": (packed, (pack_sequence([X, X[:2]]),), {}),
 }  # fmt: skip
 
@@ -144,7 +145,7 @@ def test_taken_apart_and_put_together_is_the_same(name: str) -> None:
     _, args, named = BATCHES[name]
     leaves, nest = take_apart((args, named))
     again = put_together(leaves, nest)
-    assert all(isinstance(leaf, Tensor | float | int | bool | None) for leaf in leaves)
+    assert all(isinstance(leaf, Tensor | torch.Size | float | int | bool | None) for leaf in leaves)
     assert [type(value) for value in again[0]] == [type(value) for value in args]
     assert all(one is other for one, other in zip(take_apart(again)[0], leaves, strict=True))
     assert hash(nest.key()) == hash(take_apart(again)[1].key())

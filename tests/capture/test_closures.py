@@ -133,6 +133,16 @@ def test_parameter_in_a_named_tuple_is_read_as_the_parameter() -> None:
     assert_same(tensors_of(model), tensors_of(twin))
 
 
+def test_a_size_reaches_a_function_as_a_size() -> None:
+    model, twin = net(), net()
+
+    def loss_fn(m: Any, x: Tensor) -> Tensor:
+        return square(m, x) * x.new(x.shape).zero_().numel()  # type: ignore[call-arg]
+
+    wanted = eager_step(twin, loss_fn, sgd(twin), X)
+    assert_same(roamc.train_step(model, loss_fn, sgd(model), strict=True)(X), wanted)
+
+
 def test_frozen_teacher_in_a_closure_is_a_constant() -> None:
     model, teacher = net(), net().eval()
     step = roamc.train_step(model, lambda m, x: (m(x) - teacher(x).detach()).square().mean(), sgd(model))

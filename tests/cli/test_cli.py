@@ -104,6 +104,13 @@ def test_saved_plan_is_the_same_every_time(tmp_path: Path) -> None:
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
+def test_sequence_is_another_name_of_seq(tmp_path: Path) -> None:
+    paths = {word: tmp_path / f"{word}.json" for word in ("--seq", "--sequence")}
+    for word, path in paths.items():
+        run("plan", "gpt", *(word if each == "--seq" else each for each in SMALL), "--save", str(path))
+    assert paths["--seq"].read_bytes() == paths["--sequence"].read_bytes()
+
+
 def test_optimizer_decides_the_state() -> None:
     fixed = {
         name: json.loads(run("plan", "gpt", *SMALL, "--optimizer", name, "--json").stdout)["fixed_bytes"]

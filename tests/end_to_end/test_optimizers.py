@@ -99,6 +99,19 @@ def test_settings(kind: type[Optimizer], settings: dict[str, Any]) -> None:
     assert step.optimizer is optimizers[0]
 
 
+def test_momentum_begins_with_the_gradient_and_the_sign_of_its_zeros() -> None:
+    def sgd_up(model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.1, momentum=0.9, maximize=True)
+
+    model, twin = nn.Linear(4, 3), nn.Linear(4, 3)
+    optimizer, reference = sgd_up(model), sgd_up(twin)
+    roamc.train_step(model, lambda m, x: (m(x) * 0).sum(), optimizer, strict=True)(noise(2, 4).abs())
+    eager_step(twin, lambda m, x: (m(x) * 0).sum(), reference, noise(2, 4).abs())
+    signs = [[torch.signbit(s["momentum_buffer"]) for s in o.state.values()] for o in (optimizer, reference)]
+    assert all(map(torch.all, signs[1]))
+    assert_same(signs[0], signs[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW], ids=name_of)
 def test_other_dtypes(kind: type[Optimizer], dtype: torch.dtype) -> None:
