@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,10 +208,11 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
 
 
 def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple[TrainGraph, Seconds]:
-    workload = on_mesh(workload_of(request), mesh)
+    with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+        workload = on_mesh(workload_of(request), mesh)
     say(f"capturing {workload.name}")
     start = time.perf_counter()
-    with running_split(workload.model, mesh, workload.tp_plan):
+    with running_split(workload.model, mesh, workload.tp_plan), redirect_stdout(sys.stderr):
         graph = capture(
             workload,
             forward_backward=request.forward_backward,

@@ -19,7 +19,7 @@ from roamc.compat_dynamo import original
 from roamc.compat_groups import planned_for
 from roamc.errors import OptionError, RoamcError, nearest
 from roamc.frontends.stages import Stage, stage_note
-from roamc.frontends.workload import OPTIMIZERS, Optimizer, Setting, Workload, parse_setting
+from roamc.frontends.workload import Optimizer, Setting, Workload, optimizer_of, parse_setting
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
 
@@ -136,9 +136,8 @@ def notes_on(model: nn.Module, mesh: Mesh, tp_plan: Mapping[str, str] | None) ->
 
 
 def on_mesh(workload: Workload, mesh: Mesh) -> Workload:
-    """Return one rank's part of ``workload``; raises as :func:`part_of`."""
-    make = workload.optimizer or OPTIMIZERS["adamw"]
-    model, optimizer = part_of(workload.model, make(workload.model.parameters()), mesh, workload.tp_plan)
+    """Return one rank's part of ``workload``; raises as :func:`part_of` and :func:`optimizer_of`."""
+    model, optimizer = part_of(workload.model, optimizer_of(workload), mesh, workload.tp_plan)
     assert optimizer is not None  # that of the workload, or its copy
     its_optimizer: Optimizer = optimizer
     return dataclasses.replace(workload, model=model, optimizer=lambda parameters: its_optimizer)

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -85,15 +85,25 @@ def capture(
 
 def _capture_step(workload: Workload, clip_grad_norm: float | None) -> TrainGraph:
     assert workload.loss_fn is not None  # without one there is no step to capture
-    make = workload.optimizer or OPTIMIZERS["adamw"]
     leaves, nest = take_apart(workload.batch)
 
     def rebuild(values: Any) -> tuple[Any, ...]:
         return tuple(put_together(values, nest))
 
-    optimizer = make(workload.model.parameters())
+    optimizer = optimizer_of(workload)
     request = StepRequest(workload.model, workload.loss_fn, optimizer, tuple(leaves), rebuild, clip_grad_norm)
     return capture_step(request).graph.replace(name=workload.name)
+
+
+def optimizer_of(workload: Workload) -> Optimizer:
+    """Make the optimizer of ``workload``.
+
+    Raises:
+        CaptureError: the model has no parameters.
+    """
+    if next(workload.model.parameters(), None) is None:
+        raise CaptureError(f"{workload.name}: the model has no parameters, and a step would change nothing")
+    return (workload.optimizer or OPTIMIZERS["adamw"])(workload.model.parameters())
 
 
 def from_file(target: str, settings: Mapping[str, Setting], *, meta: bool = False) -> Workload:
@@ -106,21 +116,35 @@ def from_file(target: str, settings: Mapping[str, Setting], *, meta: bool = Fals
 
     Raises:
         OptionError: there is no such file or function, or the function does not take such settings.
-        CaptureError: the function returns something else than ``(model, inputs[, loss_fn[, optimizer]])``.
+        CaptureError: the function returns something else than ``(model, inputs[, loss_fn[, optimizer]])``, or ends
+            Python.
     """
     path, _, name = target.rpartition(":")
     if Path(target.rstrip(":")).is_file():
         raise OptionError(f"{target} names no function; write for example {target.rstrip(':')}:make")
     if not Path(path).is_file():
         raise OptionError(f"{path or target}: no such file")
-    function = _function(_module(Path(path)), name, path)
-    try:
-        inspect.signature(function).bind(**settings)
-    except TypeError as error:
-        raise OptionError(f"{target} cannot be called with {_listed(settings)}: {error}") from None
-    with torch.device("meta") if meta else contextlib.nullcontext():
-        returned = function(**settings)
+    with _going_on(target):
+        function = _function(_module(Path(path)), name, path)
+        try:
+            inspect.signature(function).bind(**settings)
+        except TypeError as error:
+            raise OptionError(f"{target} cannot be called with {_listed(settings)}: {error}") from None
+        with torch.device("meta") if meta else contextlib.nullcontext():
+            returned = function(**settings)
     return made(name, returned, target)
+
+
+@contextlib.contextmanager
+def _going_on(target: str) -> Iterator[None]:
+    """Within this context, let a file that ends Python, by ``sys.exit`` or ``argparse``, be an error of ``target``."""
+    try:
+        yield
+    except SystemExit as end:
+        raise CaptureError(
+            f"{target} ends Python, with exit code {end.code!r}, in the place of returning a model; let what the file "
+            'does as a script stand under if __name__ == "__main__":'
+        ) from None
 
 
 def parse_setting(text: str) -> tuple[str, Setting]:
@@ -201,19 +225,21 @@ def _capture_module(workload: Workload) -> TrainGraph:
 
 
 def _module(path: Path) -> ModuleType:
-    """Run a user's file as a module named after it, with the file's folder first on the import path."""
+    """Run a user's file as a module named after it; its folder becomes the first on the import path, and stays there.
+
+    What the file defines may import from there when it is called.
+    """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise OptionError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
+    sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
     before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path.remove(folder)
         if before is not None:
             sys.modules[path.stem] = before
     return module

@@ -52,7 +52,7 @@ def read_csv(path: Path) -> Instance:
     Raises CsvError, naming file and line, if the file is not of this form, and OSError if the file cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin with a byte order mark
     except UnicodeDecodeError:
         raise CsvError(f"{path}: not a text file") from None
     return parse_csv(text, str(path))

@@ -44,6 +44,26 @@ def scalar():
 
 def narrow():
     return nn.Linear(2, 2), torch.zeros(2, 3), lambda model, x: model(x).sum()
+
+def ends():
+    raise SystemExit(0)
+
+def nothing():
+    return nn.ReLU(), torch.zeros(2, 3), lambda model, x: model(x).sum()
+
+def talks():
+    def loss_fn(model, x):
+        print("and of its loss")
+        return model(x).sum()
+    print("a word of the function")
+    return nn.Linear(2, 2), torch.zeros(2, 2), loss_fn
+
+def imports():
+    import neighbour
+    def loss_fn(model, x):
+        from beside import loss
+        return loss(model, x)
+    return neighbour.model, torch.zeros(2, 2), loss_fn
 """
 
 
@@ -241,12 +261,26 @@ def test_function_of_a_file(file: str) -> None:
         ("narrow", "mine.py:19: RuntimeError: "),
         ("two", "error: the model is called as Linear(..., ...), which does not fit: too many positional arguments"),
         ("scalar", "scalar tensor, not one of shape (2, 2)"),
+        ("ends", "mine.py:ends ends Python, with exit code 0, in the place of returning a model"),
+        ("nothing", "error: nothing: the model has no parameters, and a step would change nothing"),
     ],
 )
 def test_fault_of_a_file_is_one_line(file: str, function: str, said: str) -> None:
     result = run("plan", f"{file}:{function}", code=1)
     assert said in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_what_a_file_prints_is_no_part_of_the_answer(file: str) -> None:
+    result = run("plan", f"{file}:talks", "--json")
+    assert json.loads(result.stdout)["name"] == "talks"
+    assert result.stderr == "a word of the function\nand of its loss\n"
+
+
+def test_a_function_of_a_file_may_import_what_lies_beside_it(file: str) -> None:
+    Path(file).with_name("neighbour.py").write_text("import torch\nmodel = torch.nn.Linear(2, 2)\n")
+    Path(file).with_name("beside.py").write_text("def loss(model, x):\n    return model(x).sum()\n")
+    run("plan", f"{file}:imports")
 
 
 def test_syntax_error_of_a_file_names_its_own_line(tmp_path: Path) -> None:
@@ -396,6 +430,11 @@ def test_demo_prints_losses_memory_and_time() -> None:
     said = ("all 2 losses are equal bit for bit", "roamc at 90%", "measured peak", "lower bound", "too few steps")
     for expected in (*said, "planning", 'memory_budget="90%"'):
         assert expected in result.stdout
+
+
+@pytest.mark.thorough
+def test_demo_whose_budget_no_plan_keeps_ends_with_two() -> None:
+    assert "BudgetError: GPT needs" in run("demo", "--steps", "1", *DEMO, "--memory-budget", "1kB", code=2).stderr
 
 
 def test_demo_says_which_side_failed() -> None:

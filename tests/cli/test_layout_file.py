@@ -80,6 +80,12 @@ def test_no_time_still_gives_a_layout(tmp_path: Path) -> None:
     assert json.loads(run(str(path), "--seconds", "0", "--json").stdout)["status"] == "limit"
 
 
+def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path: Path) -> None:
+    path = tmp_path / "marked.csv"
+    path.write_text("id,lower,upper,size\na,1,2,8\n", encoding="utf-8-sig")
+    assert json.loads(run(str(path), "--json").stdout)["arena_bytes"] == 8
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from roamc.cli.demo.worker import EAGER, SIDES, Task
-from roamc.errors import RoamcError
+from roamc.errors import BudgetError, RoamcError
 from roamc.units import Bytes, Seconds
 
 WARM = 2
@@ -104,6 +104,7 @@ def race(task: Task, report: Callable[[int], None] = lambda done: None) -> Resul
         report: called after each step of all sides with the number of steps done.
 
     Raises:
+        BudgetError: no plan keeps the budget.
         RoamcError: a side failed; says why.
     """
     start = time.perf_counter()
@@ -168,7 +169,8 @@ class _Worker:
             :meth:`~roamc.cli.demo.worker.Side.plan` returns.
 
         Raises:
-            RoamcError: the request failed, or the process has ended; names the side and says why.
+            RoamcError: the request failed, or the process has ended; names the side and says why. A BudgetError if
+                no plan keeps the budget.
         """
         try:
             print(json.dumps(request), file=self._pipe(self._process.stdin), flush=True)
@@ -183,7 +185,8 @@ class _Worker:
             raise self._died()
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise RoamcError(f"the {self.side!r} side of the demo failed: {answer['error']}")
+            kind = RoamcError if answer["fits"] else BudgetError
+            raise kind(f"the {self.side!r} side of the demo failed: {answer['error']}")
         return answer
 
     def _died(self) -> RoamcError:

@@ -25,6 +25,7 @@ import roamc
 from roamc.capture.optimizers import init_state, rule_for
 from roamc.cli import zoo
 from roamc.cli.demo import text
+from roamc.errors import BudgetError
 from roamc.frontends.workload import Workload
 
 EAGER, FREE, BUDGET = "eager", "roamc", "roamc, budget"
@@ -174,6 +175,8 @@ def answers(task: Task, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 def main(argument: str, source: IO[str], sink: IO[str]) -> None:
     """Serve one task until ``source`` ends, with a line of JSON for each answer; an error is the last one.
 
+    Beside an error stands whether a plan keeps the budget.
+
     Args:
         argument: a :class:`Task` as JSON.
         source: requests, a line each; see :func:`answers`.
@@ -184,7 +187,8 @@ def main(argument: str, source: IO[str], sink: IO[str]) -> None:
         for answer in answers(task, iter(source)):
             print(json.dumps(answer), file=sink, flush=True)
     except Exception as error:  # whatever it is, the other side of the pipe has to hear of it
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=sink, flush=True)
+        said = {"error": f"{type(error).__name__}: {error}", "fits": not isinstance(error, BudgetError)}
+        print(json.dumps(said), file=sink, flush=True)
 
 
 if __name__ == "__main__":
