@@ -172,16 +172,6 @@ def test_setting_of_an_optimizer_that_is_not_supported(setting: str) -> None:
     refused(lambda: roamc.train_step(model, square, optimizer), roamc.CaptureError, setting)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("differentiable", True), ("betas", (torch.tensor(0.9), 0.99))])
-def test_setting_that_is_not_supported_and_comes_after_the_first_step(setting: str, value: object) -> None:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    step = roamc.train_step(model, square, optimizer)
-    step(X)
-    optimizer.param_groups[0][setting] = value
-    refused(lambda: step(X), roamc.CaptureError, setting)
-
-
 def test_optimizer_of_another_model() -> None:
     model = net()
     optimizer = sgd(copy.deepcopy(model))

@@ -112,6 +112,17 @@ def test_momentum_begins_with_the_gradient_and_the_sign_of_its_zeros() -> None:
     assert_same(signs[0], signs[1])
 
 
+@pytest.mark.parametrize(("setting", "value"), [("differentiable", True), ("betas", (torch.tensor(0.9), 0.99))])
+def test_setting_that_is_not_supported_is_refused_after_the_first_step_too(setting: str, value: object) -> None:
+    step, *_ = pair(lambda model: Adam(model.parameters()))
+    step(*BATCHES[0])
+    before = tensors_of(step.model)
+    step.optimizer.param_groups[0][setting] = value
+    with pytest.raises(roamc.CaptureError, match=setting):
+        step(*BATCHES[1])
+    assert_same(tensors_of(step.model), before)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW], ids=name_of)
 def test_other_dtypes(kind: type[Optimizer], dtype: torch.dtype) -> None:
