@@ -239,8 +239,16 @@ FAULTS = {
         r"\1 getitem_14",
         "getitem_14",
     ),
-    "a moment of another tensor": (rf"{LAST}, (\w+), {LAST}_sq$", rf"{FIRST}, \1, {LAST}_sq", f"{FIRST} is used as"),
-    "the moments are exchanged": (rf"{LAST}, (\w+), {LAST}_sq$", rf"{LAST}_sq, \1, {LAST}", f"{LAST}_sq is used as"),
+    "a moment of another tensor": (
+        rf"(?m){LAST}, (\w+), {LAST}_sq$",
+        rf"{FIRST}, \1, {LAST}_sq",
+        f"{FIRST} is used as",
+    ),
+    "the moments are exchanged": (
+        rf"(?m){LAST}, (\w+), {LAST}_sq$",
+        rf"{LAST}_sq, \1, {LAST}",
+        f"{LAST}_sq is used as",
+    ),
     "a tensor of the first that all others use": (r"tl.store\(exp_avg \+", f"tl.store({FIRST} +", "written elsewhere"),
     "a border is late": (r"if program >= 3:", "if program >= 4:", "is used as|other elements"),
     "a border is early": (r"if program >= 3:", "if program >= 2:", "is used as|other elements"),
