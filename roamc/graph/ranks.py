@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import fx
 
 from roamc.compat_groups import Absent, exchanged, is_planned_for, numbers_in, sums_in_one_order, withdraw
 from roamc.errors import RanksError, VerifyError, way_out
-from roamc.graph.train_graph import SamePlan, TrainGraph, operators
+from roamc.graph.train_graph import SamePlan, TrainGraph, operators, tensors_of
 from roamc.operators import ops
-from roamc.operators.schemas import group_of
+from roamc.operators.schemas import group_of, name_of
 from roamc.operators.table import Together
 
 ON_SHARDS = "give all ranks of the group the same batch and options, or set shard='off'"
@@ -75,6 +75,24 @@ def planned_groups(graph: TrainGraph) -> list[object]:
     """Return the groups of ``graph`` that need not be there: one process plans for all of their ranks."""
     groups = dict.fromkeys(group_of(node) for node in operators(graph.graph) if ops.rule(node.target).collective)
     return [group for group in groups if is_planned_for(group)]
+
+
+def collectives_of(graph: TrainGraph, group: object) -> Iterator[str]:
+    """Yield a line for each collective of a group, in the order in which they run: what its ranks must have the same.
+
+    Where collectives may run again, it names the operator: of two equal layers, all ranks must gather the same one.
+
+    Args:
+        graph: any graph.
+        group: name of the group, as operators are called with it.
+    """
+    named = any(each.group == group for each in graph.same_plan)
+    for node in operators(graph.graph):
+        if group_of(node) == group:
+            sizes = "" if "all_to_all" in name_of(node.target) else [tuple(t.shape) for _, t in tensors_of(node)]
+            dtypes = [str(tensor.dtype) for _, tensor in tensors_of(node)]
+            name = name_of(node.target).replace("start_", "")  # no matter where a rank waits
+            yield f"{name} {node.name if named else ''} {graph.phase[node.name].name} {dtypes} {sizes}"
 
 
 NOBODY = 0

@@ -31,7 +31,15 @@ from roamc.errors import BudgetError, OptionError, RanksError, RoamcError
 from roamc.graph import Role, TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import input_bytes
-from roamc.graph.ranks import FIRST_STEP, ON_SHARDS, in_words, texts_of, with_same_plan
+from roamc.graph.ranks import (
+    FIRST_STEP,
+    ON_SHARDS,
+    collectives_of,
+    difference,
+    in_words,
+    texts_of,
+    with_same_plan,
+)
 from roamc.options import Options
 from roamc.passes.shard import choose
 from roamc.planning import search
@@ -68,7 +76,7 @@ def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Pla
     name = graph.name
     attempt = _Attempt(graph, options, FIRST_STEP if set(groups) <= set(meeting) else ON_SHARDS)
     for group in groups:
-        attempt.meet(group)
+        attempt.meet(group, compared=group not in meeting)
     attempt.plan(groups, again=[group for group in groups if group not in meeting])
     _settle(groups, attempt.error, name, attempt.advice)
     assert attempt.planned is not None  # else there is an error
@@ -189,16 +197,22 @@ class _Attempt:
         self.planned: Planned | None = None
         self.error: Exception | None = None
 
-    def meet(self, group: object) -> None:
+    def meet(self, group: object, *, compared: bool) -> None:
         """Compare options and versions; with the budget "device" take the smallest number of free bytes of all ranks.
 
+        Args:
+            group: its ranks.
+            compared: whether they compare their collectives as well: all of them run the graphs at the same time.
+
         Raises:
-            RanksError: a rank has other options or versions than the first; raised on all ranks of the group.
+            RanksError: a rank has other options, versions or collectives than the first; raised on all ranks of the
+                group.
         """
         fields = (item.name for item in dataclasses.fields(self.asked) if item.name != "profile")  # that may be a path
         options = {name: repr(getattr(self.asked, name)) for name in fields}
         mine = {**options, "roamc": __version__, "torch": torch.__version__}
-        text = json.dumps([mine, self._free(), self.mark])
+        collectives = list(collectives_of(self.graph, group)) if compared else []
+        text = json.dumps([mine, self._free(), self.mark, collectives])
         ranks = list(map(json.loads, texts_of(group, text, self.name, "plan it", self.advice)))
         marks = [record[2] for record in ranks]
         self.alike = self.alike and set(marks) == {self.mark}
@@ -212,9 +226,20 @@ class _Attempt:
                         f"{other.get(key)}, {in_words(numbers_in(group)[:1])} with {first.get(key)}: "
                         "give all ranks the same"
                     )
+        self._compare(group, [record[3] for record in ranks])
         if self.asked.memory_budget == "device":
             free = min((record[1] for record in ranks if record[1] is not None), default=None)
             self.options = dataclasses.replace(self.options, memory_budget=free)
+
+    def _compare(self, group: object, collectives: Sequence[Sequence[str]]) -> None:
+        """Check that all ranks of ``group`` run the same collectives: else one waits for ever, or adds other values."""
+        for number, other in zip(numbers_in(group), collectives, strict=True):
+            if other != collectives[0]:
+                expected, differs = difference(collectives[0], other)
+                raise RanksError(
+                    f"{self.name} is on several ranks, and {in_words([number])} runs {differs} where "
+                    f"{in_words(numbers_in(group)[:1])} runs {expected}: give all ranks the same model and batch"
+                )
 
     def _free(self) -> int | None:
         """The budget in bytes so far, where it is what the device has free."""

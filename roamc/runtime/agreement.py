@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ import torch
 from roamc.codegen.source import Entry
 from roamc.compat_groups import numbers_in
 from roamc.errors import RanksError
-from roamc.graph import Agreement, Phase, TrainGraph, attribute, operators, placeholders, tensors_of
-from roamc.graph.ranks import in_words, texts_of
+from roamc.graph import Agreement, Phase, TrainGraph, attribute, placeholders
+from roamc.graph.ranks import collectives_of, in_words, texts_of
 from roamc.operators.random import save_rng_state
-from roamc.operators.schemas import group_of, name_of
 
 CHUNK = 1 << 24
 """Bytes of a tensor that are copied to the CPU and hashed at a time."""
@@ -82,7 +81,7 @@ def _hashes(graph: TrainGraph, agreement: Agreement, entry: Entry, args: Sequenc
     hashes: Hashes = {}
     if Phase.FORWARD in entry.phases:
         hashes[PLAN] = hashlib.sha256(
-            "\n".join((agreement.digest, *_collectives(graph, agreement))).encode()
+            "\n".join((agreement.digest, *collectives_of(graph, agreement.group))).encode()
         ).hexdigest()
         for name in agreement.held:
             hashes[f"constant {name!r}"] = _hash(attribute(graph.module, name))
@@ -100,20 +99,6 @@ def _kind(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return ""
     return f" ({str(value.dtype).removeprefix('torch.')} {list(value.shape)})"
-
-
-def _collectives(graph: TrainGraph, agreement: Agreement) -> Iterator[str]:
-    """A line for each collective of the group, in the order in which they run.
-
-    Where collectives may run again, it names the operator: of two equal layers, all ranks must gather the same one.
-    """
-    named = any(each.group == agreement.group for each in graph.same_plan)
-    for node in operators(graph.graph):
-        if group_of(node) == agreement.group:
-            sizes = "" if "all_to_all" in name_of(node.target) else [tuple(t.shape) for _, t in tensors_of(node)]
-            dtypes = [str(tensor.dtype) for _, tensor in tensors_of(node)]
-            name = name_of(node.target).replace("start_", "")  # no matter where a rank waits
-            yield f"{name} {node.name if named else ''} {graph.phase[node.name].name} {dtypes} {sizes}"
 
 
 def _hash(value: Any) -> str:

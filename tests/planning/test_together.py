@@ -291,6 +291,25 @@ def test_ranks_with_other_options_are_told_which(monkeypatch: pytest.MonkeyPatch
         )
 
 
+def test_ranks_with_other_collectives_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with more layers on one rank would wait there for ever, whatever the graphs have of parts."""
+    sums = [["all_reduce (4, 8)"] * (1 + rank) for rank in range(RANKS)]
+    ranks = Ranks(monkeypatch)
+    monkeypatch.setattr(together, "collectives_of", lambda graph, group: sums[ranks.local.rank])
+    for error in ranks.plan([captured(), captured()], shard="whole"):
+        assert type(error) is RanksError
+        assert str(error) == (
+            "Sequential is on several ranks, and rank 11 runs all_reduce (4, 8) where rank 10 runs nothing: give all "
+            "ranks the same model and batch"
+        )
+
+
+def test_ranks_that_meet_at_their_first_step_alone_compare_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "collectives_of", lambda graph, group: [str(id(graph))])
+    plans = Ranks(monkeypatch).plan([captured() for _ in range(RANKS)], meeting=("group",), shard="off")
+    assert [type(plan) for plan in plans] == [Planned] * RANKS
+
+
 def test_ranks_whose_model_sums_nothing_plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "texts_of", lambda *_: json.loads("no rank is asked"))
     assert together.run(captured(), parse_options({"shard": "sequence"})).plan.arena_bytes > 0
