@@ -210,9 +210,9 @@ def _is_literal(node: fx.Node) -> bool:
 
 
 def _is_put(node: fx.Node) -> bool:
-    """Whether ``node`` expands a value that is put into parts of other tensors: a write, which may cross devices."""
+    """Whether ``node`` is a view of what is put into parts of other tensors: a write, which may cross devices."""
     scattered = (ops.rule(reader.target).part is not None for reader in node.users)
-    return node.target is torch.ops.aten.expand.default and all(scattered)
+    return ops.is_view(node.target) and all(scattered)
 
 
 def _why(node: fx.Node, error: Exception) -> str:

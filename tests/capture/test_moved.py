@@ -30,7 +30,7 @@ from roamc.planning.plan import Plan
 from tests.models import make
 
 aten = torch.ops.aten
-GPU = torch.device("cuda", 0)
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 HALF = torch.bfloat16
 
 
@@ -70,8 +70,9 @@ def targets(graph: TrainGraph) -> list[str]:
 def test_every_result_is_that_of_its_operator_on_the_gpu(name: str, route: str) -> None:
     model, batch, loss = make(name)
     graph = on_gpu(model, batch, loss, step=route == "step")
-    devices = {tensor.device for node in graph.graph.nodes for _, tensor in tensors_of(node)}
-    assert devices == {GPU}
+    devices = {(tensor.device, tensor.dtype) for node in graph.graph.nodes for _, tensor in tensors_of(node)}
+    assert {device for device, _ in devices} - {CPU} == {GPU}
+    assert {dtype for device, dtype in devices if device == CPU} <= {torch.int64, torch.uint64}, "seeds of attention"
     check_graph(graph, "capture", deep=True)
     planned = search.run(graph, Options(profile="h100", numerics="fast"), deep=True)
     assert planned.plan.device == "cuda"

@@ -276,14 +276,14 @@ def test_ctrl_c_at_any_line_leaves_a_whole_number_of_steps(line: int) -> None:
 
 
 def test_ctrl_c_while_the_optimizer_state_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    make, calls = torch.zeros_like, iter(range(1000))
+    make, calls = torch.full_like, iter(range(1000))
 
-    def zeros_like(like: Tensor, **how: Any) -> Tensor:
+    def full_like(like: Tensor, value: float, **how: Any) -> Tensor:
         if type(like) is nn.Parameter and next(calls) == 3:
             signal.raise_signal(signal.SIGINT)
-        return make(like, **how)
+        return make(like, value, **how)
 
-    monkeypatch.setattr(torch, "zeros_like", zeros_like)
+    monkeypatch.setattr(torch, "full_like", full_like)
     train_until_interrupted()
 
 

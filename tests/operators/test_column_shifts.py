@@ -224,7 +224,7 @@ V = Verdict
 FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
     "the wrong half": ("rotary", r"column < 16, neg, slice_2_value", "column < 16, slice_2_value, neg", V.NUMBERS),
     "halves meet elsewhere": ("rotary", r"tl.where\(column < 16", "tl.where(column < 15", V.NUMBERS),
-    "the half without its sign": ("rotary", r"= \(-slice_1_value\)", "= (slice_1_value)", V.NUMBERS),
+    "the half without its sign": ("rotary", r"= \(slice_1_value \* -1\.0\)", "= (slice_1_value)", V.NUMBERS),
     "shifted to the other side": ("rotary", r"\(column - 16\)", "(column + 16)", V.OUTSIDE),
     "shifted by a column less": ("backward", r"\(column \+ 16\)", "(column + 15)", V.ELEMENTS),
     "not shifted": ("backward", r"(sin_1 .*)\(column \+ 16\)", r"\1column", V.ELEMENTS),

@@ -16,6 +16,7 @@ from roamc.compat_groups import planned_for
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Agreement, SamePlan, TrainGraph, copied, operators, value_flow, verify
 from roamc.graph.memory import build_memory
+from roamc.graph.ranks import collectives_of
 from roamc.graph.value_numbers import Numbers
 from roamc.operators import ops
 from roamc.options import Options
@@ -27,8 +28,6 @@ from roamc.planning.planned import Planned
 from roamc.rewriting.gathers import gathered_once, gathered_twice
 from roamc.rewriting.rerun import rerun
 from roamc.rewriting.reruns import Rerun
-from roamc.runtime import agreement
-from roamc.runtime.agreement import _collectives
 from tests.graphs import traced
 from tests.passes.test_shard import random_step
 from tests.rewriting.cases import cleaned, named, some_reruns
@@ -114,7 +113,7 @@ def test_ranks_compare_which_collectives_run_again() -> None:
     graph = planned("chain", "whole", "min").graph
     (agreement,) = graph.agreements
     names = [node.name for node in operators(graph.graph) if ops.rule(node.target).collective]
-    assert [line.split()[1] for line in _collectives(graph, agreement)] == names
+    assert [line.split()[1] for line in collectives_of(graph, agreement.group)] == names
     assert {*again(planned("chain", "whole", "min"))} <= {*names}
 
 
@@ -165,7 +164,7 @@ def test_ranks_compare_which_collectives_run_again_before_the_first_step() -> No
     (agreed,) = more.agreements
     assert less.agreements == (agreed,), "a rank on which none runs again has to compare as well"
     assert agreed.group == GROUP
-    assert len(list(agreement._collectives(less, agreed))) < len(list(agreement._collectives(more, agreed)))
+    assert len(list(collectives_of(less, agreed.group))) < len(list(collectives_of(more, agreed.group)))
 
 
 def test_curve_counts_gathers_of_a_plan_without_a_budget_as_added_time() -> None:
