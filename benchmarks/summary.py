@@ -17,7 +17,7 @@ def peaks(rows: Rows) -> list[str]:
     """Measured peaks of whole steps, on both routes, in float32."""
     return [
         "Peak bytes of one step with AdamW above parameters, optimizer state and batch, float32, counted under malloc "
-        "in fresh processes (MB), without a budget: nothing is computed twice.",
+        "in fresh processes (MB), without a budget: what is computed twice takes no more time.",
         "",
         "| model | eager | `roamc.train_step` | of eager's | measured / predicted | `roamc.optimize` | of eager's |",
         "|---|---|---|---|---|---|---|",
