@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import budget, kept, order_layout, planning, retain_rivals, shard_table, summary
@@ -294,13 +295,21 @@ def _values(like: dict[str, Any] | None) -> str:
     return "the same bits" if like["equal"] else f"off by {like['error']:.0e}"
 
 
+def _grouped(
+    rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], tuple[Any, ...]]
+) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Rows with one key together, in the sequence in which the keys come first."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
 def _kept(rows: list[dict[str, Any]]) -> list[str]:
     """Measured peaks as shares of the budget."""
     if not rows:
         return []
-    by_route: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        by_route.setdefault((row["model"], row["dtype"], row["kind"].split()[0]), []).append(row)
+    by_route = _grouped(rows, lambda row: (row["model"], row["dtype"], row["kind"].split()[0]))
     return [
         "",
         "Whether budgets are kept: the measured peak as a share of `memory_budget`, a share of what eager takes. "
@@ -318,9 +327,7 @@ def _exact(rows: list[dict[str, Any]]) -> list[str]:
     """How many programs with groups, without and under budgets, have the bits of the program without either."""
     if not rows:
         return []
-    by_type: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        by_type.setdefault((row["model"], row["dtype"], str(row["threads"])), []).append(row)
+    by_type = _grouped(rows, lambda row: (row["model"], row["dtype"], str(row["threads"])))
     return [
         "",
         "Whether exact is exact: on all three ways in, without a budget and under 70 %, 40 %, `light` and `min`, "
@@ -343,9 +350,7 @@ def _collectives(rows: list[dict[str, Any]]) -> list[str]:
     """Gradients of several ranks against those of one."""
     if not rows:
         return []
-    by_way: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        by_way.setdefault((str(row["ranks"]), row["split"], row["way"]), []).append(row)
+    by_way = _grouped(rows, lambda row: (str(row["ranks"]), row["split"], row["way"]))
     models = ", ".join(dict.fromkeys(row["model"] for row in rows))
     budgets = ", ".join(dict.fromkeys(row["budget"] for row in rows))
     return [
@@ -381,9 +386,7 @@ def _planning(rows: list[dict[str, Any]]) -> list[str]:
     """What plans add, how far that can be from the least, and what making them takes."""
     if not rows:
         return []
-    by_route: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    for row in rows:
-        by_route.setdefault((row["model"], row["kind"].split()[0], row["operators"]), []).append(row)
+    by_route = _grouped(rows, lambda row: (row["model"], row["kind"].split()[0], row["operators"]))
     lines = [
         "",
         "Planning under a budget, from graphs alone: predicted added time, in brackets the gap (predicted step time "

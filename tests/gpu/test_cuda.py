@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,25 +30,13 @@ from tests.models import NanoGPT, make, next_token, tokens
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("same_bits_every_time"),
 ]
 WORKSPACE = 80 * 2**20
 """Bytes that operators may take beyond the plan: cuBLAS alone keeps 32 MiB a handle on Hopper."""
 SHARE = 0.02
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-
-
-@pytest.fixture(autouse=True)
-def same_bits_every_time() -> Iterator[None]:
-    """Deterministic kernels where there is a choice; a fresh compiler."""
-    torch._dynamo.reset()
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def on_gpu(name: str, dtype: torch.dtype) -> tuple[nn.Module, tuple[Any, ...], Callable[..., Any]]:

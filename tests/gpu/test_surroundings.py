@@ -35,32 +35,18 @@ from tests.end_to_end.helpers import (
     square,
     tensors_of,
 )
+from tests.gpu.test_cuda import WORKSPACE, each_dtype
 from tests.graphs import captured_step
 from tests.models import NanoGPT, make, next_token, tokens
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("same_bits_every_time"),
     pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),
     pytest.mark.filterwarnings("error:the Triton kernel"),
     pytest.mark.filterwarnings("error:.*roamc could not plan"),
 ]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-WORKSPACE = 80 * 2**20
-"""Bytes that operators may take beyond the plan: cuBLAS alone keeps 32 MiB a handle on Hopper."""
-
-
-@pytest.fixture(autouse=True)
-def same_bits_every_time() -> Iterator[None]:
-    torch._dynamo.reset()
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def adam(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
