@@ -89,4 +89,6 @@ def _described() -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=answer))
         stack.enter_context(mock.patch("torch._inductor.codecache.CacheBase.get_system", staticmethod(lambda: system)))
+        # Asked before, torch remembers that there is none without a GPU.
+        stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", return_value=True))
         yield

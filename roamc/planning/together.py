@@ -76,7 +76,7 @@ def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Pla
     name = graph.name
     attempt = _Attempt(graph, options, FIRST_STEP if set(groups) <= set(meeting) else ON_SHARDS)
     for group in groups:
-        attempt.meet(group, compared=group not in meeting)
+        attempt.meet(group, compared=options.shard == "whole" and group not in meeting)
     attempt.plan(groups, again=[group for group in groups if group not in meeting])
     _settle(groups, attempt.error, name, attempt.advice)
     assert attempt.planned is not None  # else there is an error
@@ -202,7 +202,8 @@ class _Attempt:
 
         Args:
             group: its ranks.
-            compared: whether they compare their collectives as well: all of them run the graphs at the same time.
+            compared: whether they compare their collectives as well. Else they do so before the first step, if the
+                graph has parts of tokens, or each may get a graph of its own at a later step.
 
         Raises:
             RanksError: a rank has other options, versions or collectives than the first; raised on all ranks of the

@@ -306,7 +306,7 @@ def test_ranks_with_other_collectives_are_told_which(monkeypatch: pytest.MonkeyP
 
 def test_ranks_that_meet_at_their_first_step_alone_compare_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "collectives_of", lambda graph, group: [str(id(graph))])
-    plans = Ranks(monkeypatch).plan([captured() for _ in range(RANKS)], meeting=("group",), shard="off")
+    plans = Ranks(monkeypatch).plan([captured() for _ in range(RANKS)], meeting=("group",), shard="whole")
     assert [type(plan) for plan in plans] == [Planned] * RANKS
 
 
