@@ -7,8 +7,7 @@ and so is the plan.
 
 Tensors made inside the step are made on the GPU, and tensors that the step reads from outside lie there. Tensors of no
 dimension that the step writes as ``torch.tensor(2.5)`` stay on the CPU, as in eager: operators on a GPU take such
-tensors of the CPU. One that is put into a part of a tensor (see
-:mod:`roamc.capture.view_writes`) lies on the GPU.
+tensors of the CPU. One that is put into a part of a tensor (see :mod:`roamc.capture.view_writes`) lies on the GPU.
 """
 
 from __future__ import annotations

@@ -184,10 +184,19 @@ def first_difference(group: object, mine: Sequence[str], name: str) -> tuple[str
         RanksError: a rank is missing; names it, and says why if it has given up.
     """
     sent = [tuple(json.loads(text)) for text in texts_of(group, json.dumps(mine), name, "capture it", FIRST_STEP)]
-    for number, other in zip(numbers_in(group), sent, strict=True):
+    return first_other(numbers_in(group), sent)
+
+
+def first_other(numbers: Sequence[int], sent: Sequence[Sequence[str]]) -> tuple[str, str, str] | None:
+    """Compare what ranks have sent, as :func:`first_difference` returns it.
+
+    Args:
+        numbers: of the ranks.
+        sent: of each of them, a text for each collective, in their order.
+    """
+    for number, other in zip(numbers, sent, strict=True):
         if other != sent[0]:
-            first, second = difference(sent[0], other)
-            return in_words([number]), first, second
+            return in_words([number]), *difference(sent[0], other)
     return None
 
 

@@ -35,7 +35,7 @@ from roamc.graph.ranks import (
     FIRST_STEP,
     ON_SHARDS,
     collectives_of,
-    difference,
+    first_other,
     in_words,
     texts_of,
     with_same_plan,
@@ -234,13 +234,13 @@ class _Attempt:
 
     def _compare(self, group: object, collectives: Sequence[Sequence[str]]) -> None:
         """Check that all ranks of ``group`` run the same collectives: else one waits for ever, or adds other values."""
-        for number, other in zip(numbers_in(group), collectives, strict=True):
-            if other != collectives[0]:
-                expected, differs = difference(collectives[0], other)
-                raise RanksError(
-                    f"{self.name} is on several ranks, and {in_words([number])} runs {differs} where "
-                    f"{in_words(numbers_in(group)[:1])} runs {expected}: give all ranks the same model and batch"
-                )
+        differs = first_other(numbers_in(group), collectives)
+        if differs is not None:
+            other, expected, runs = differs
+            raise RanksError(
+                f"{self.name} is on several ranks, and {other} runs {runs} where {in_words(numbers_in(group)[:1])} "
+                f"runs {expected}: give all ranks the same model and batch"
+            )
 
     def _free(self) -> int | None:
         """The budget in bytes so far, where it is what the device has free."""

@@ -11,7 +11,7 @@ from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel_keys import described
 from roamc.report.origin import origin, parameter_names
 
-TARGETS = ("sm_80", "sm_90")
+REPORTED = ("sm_80", "sm_90")
 """The GPUs that a report names."""
 
 
@@ -55,6 +55,6 @@ def kernels(graph: TrainGraph, say: Callable[[str], None] = lambda stage: None) 
     reports = []
     for number, ((line, _), groups) in enumerate(alike.items()):
         say(f"compiling kernel {number + 1} of {len(alike)}")
-        targets = tuple(one for name in TARGETS for one in compiled(groups[0], name))
+        targets = tuple(one for name in REPORTED for one in compiled(groups[0], name))
         reports.append(KernelReport(line, groups[0].title, len(groups), targets))
     return tuple(reports)
