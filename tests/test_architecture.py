@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "roamc.capture": (*GROUND, "roamc.notices", "roamc.capture"),
     "roamc.rewriting": (*GROUND, "roamc.options", "roamc.solvers", "roamc.rewriting"),
     "roamc.passes": BELOW_PASSES,  # and what lies in the folder of the same pass
-    "roamc.planning": PLANNING,
+    "roamc.planning": (*PLANNING, "roamc.runtime.blocks"),  # what programs hold idle is free for another plan
     "roamc.codegen": (*GROUND, "roamc.codegen"),
     "roamc.runtime": RUNNING,
     "roamc.frontends": (*PLANNING, *RUNNING, "roamc.capture", "roamc.frontends"),

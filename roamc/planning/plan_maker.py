@@ -29,6 +29,7 @@ from roamc.planning.pipeline import Runner, State
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned, plan_of
 from roamc.rewriting.split import splittable
+from roamc.runtime import blocks
 from roamc.units import Bytes, Seconds
 
 
@@ -97,9 +98,27 @@ def terms_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes)
     Raises:
         OptionError: a share is less than one byte.
     """
-    state = input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0)
-    limit = budget.resolve(asked, eager_needs, main_device(graph), state)
-    return Terms(limit, asked if asked == budget.LIGHT else "all")
+    return Terms(limit_of(graph, asked, eager_needs), asked if asked == budget.LIGHT else "all")
+
+
+def limit_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes) -> Bytes | None:
+    """Return a budget in bytes, see :func:`roamc.budget.resolve`.
+
+    For ``"device"``, arenas of other programs that are idle give their memory back first: all programs of a process
+    take turns in it, so that it is free for this one.
+
+    Args:
+        graph: the graph to plan; says the device and the bytes of optimizer state.
+        asked: the budget as the user sets it; None for none.
+        eager_needs: bytes that eager PyTorch takes at its worst step.
+
+    Raises:
+        OptionError: a share is less than one byte, or ``"device"`` asks for a GPU that is not here.
+    """
+    device = main_device(graph)
+    if asked == "device":
+        blocks.empty_idle(device)
+    return budget.resolve(asked, eager_needs, device, input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0))
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from roamc import budget
 from roamc.compat_groups import is_planned_for, numbers_in, rank_in, ranks_in
 from roamc.errors import BudgetError, OptionError, RanksError, RoamcError
-from roamc.graph import Role, TrainGraph, main_device
+from roamc.graph import TrainGraph
 from roamc.graph.fingerprint import fingerprint
-from roamc.graph.memory import input_bytes
 from roamc.graph.ranks import (
     FIRST_STEP,
     ON_SHARDS,
@@ -44,6 +42,7 @@ from roamc.options import Options
 from roamc.passes.shard import choose
 from roamc.planning import search
 from roamc.planning.plan import Plan
+from roamc.planning.plan_maker import limit_of
 from roamc.planning.planned import Planned
 from roamc.version import __version__
 
@@ -247,8 +246,7 @@ class _Attempt:
         if self.options.memory_budget != "device":
             return self.options.limit_bytes
         try:
-            state = input_bytes(self.graph).get(Role.OPTIMIZER_STATE.value, 0)
-            return budget.resolve("device", 0, main_device(self.graph), state)
+            return limit_of(self.graph, "device", 0)
         except OptionError as error:
             self.error = error
             return None

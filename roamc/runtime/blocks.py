@@ -165,6 +165,14 @@ def give(block: Block, *, keep: bool) -> None:
         block.busy = False
 
 
+def empty_idle(device: torch.device) -> None:
+    """Give the memory of all idle blocks of ``device`` back to torch's allocator; the next use allocates again."""
+    with _LOCK.now:
+        for block in _blocks():
+            if not block.busy and block.storage.device == device:
+                block.empty()
+
+
 def holds(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` lies in a block of this process, or in the emptied storage of a block without memory."""
     storage = tensor.untyped_storage()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import roamc
+from roamc import budget
 from roamc.runtime import blocks, huge_pages
 from roamc.runtime.blocks import Block, give, held, holds, take
 
@@ -189,3 +190,18 @@ def test_idle_arenas_hold_memory_only_where_it_is_kept(idle: str) -> None:
     assert held() == (plan.arena_bytes if idle == "keep" else 0)
     for gradients in reference[1:]:
         torch.testing.assert_close(gradients, reference[0])
+
+
+@pytest.mark.usefixtures("arenas_of_any_size")
+def test_idle_arenas_are_free_for_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32))
+    sizes = (2048, 2040, 600, 2048)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    needs = roamc.plan(model, torch.randn(max(sizes), 32), loss_fn=square, optimizer=optimizer).peak_bytes
+    memory = int(1.5 * needs)
+    monkeypatch.setattr(budget, "_free", lambda device: memory - held())
+    step = roamc.train_step(model, square, optimizer, strict=True, memory_budget="device")
+    for size in sizes:
+        step(torch.randn(size, 32))
+    assert len({plan.budget_bytes for plan in step.plans}) == 1
+    assert held() <= memory
