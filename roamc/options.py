@@ -118,7 +118,7 @@ def parse_options(settings: Mapping[str, Any] | None) -> Options:
 def _unknown(name: str, names: list[str]) -> str:
     if name == "options":  # as torch.compile takes them
         return "options are keyword arguments here: memory_budget='min' in place of options={'memory_budget': 'min'}"
-    return f"unknown option {name!r}{nearest(name, names, 0.4)} Valid options: {', '.join(names)}"
+    return f"unknown option {name!r}{nearest(name, names)} Valid options: {', '.join(names)}"
 
 
 def _names(option: str, kind: str, value: object) -> tuple[str, ...]:
