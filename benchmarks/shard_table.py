@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from benchmarks.summary import Cells, Rows, markdown
 
 PAPER_MS = {"t": 19.6, "t + sequence": 19.0, "t + selective": 20.9, "both": 20.3, "full": 27.2}
 """Milliseconds of a layer of the 22 G model on eight ranks; table 4 of the paper."""
@@ -70,8 +71,6 @@ ITERATIONS = {
     "gpt3-1t": Iteration(128, 25600, 64, 1, 512, 1, 94.42, 71.49, (56.3, 57.0)),
 }
 
-Rows = Sequence[dict[str, Any]]
-
 
 def short(rows: Rows) -> list[str]:
     """Table 2 of the paper for its smallest model, its four models, and exposed collectives, as lines of Markdown."""
@@ -81,20 +80,14 @@ def short(rows: Rows) -> list[str]:
 
 def full(rows: Rows) -> list[str]:
     """As :func:`short`, and what the solver finds within the peak of each row that is marked by hand."""
-    return ["", *short(rows), *_iterations(rows), *_solver(rows)] if rows else []
+    return [*short(rows), *_iterations(rows), *_solver(rows)]
 
 
 def _six(inner: dict[tuple[str, int, str], dict[str, Any]]) -> list[str]:
     ranks = sorted({at for model, at, _ in inner if model == FIRST})
     names = [name for model, at, name in inner if (model, at) == (FIRST, RANKS)]
     base = inner[FIRST, RANKS, "t"]["ms"]
-    lines = [
-        f"{ABOUT}The model of 22 G parameters: bytes that an inner layer saves, divided by sbh (in brackets by the "
-        f"paper's formula), its milliseconds at t = {RANKS}, and those over t.",
-        "",
-        f"| layer | {' | '.join(f't = {at}' for at in ranks)} | ms | over t |",
-        "|---|" + "---|" * (len(ranks) + 2),
-    ]
+    table: list[Cells] = []
     for name in names:
         cells = [inner[FIRST, at, name] for at in ranks]
         saved = [f"{cell['saved_of_sbh']:.2f} ({cell['formula']:.2f})" for cell in cells]
@@ -103,18 +96,17 @@ def _six(inner: dict[tuple[str, int, str], dict[str, Any]]) -> list[str]:
         times = (
             [f"{ms:.1f} ({paper})", _percent(ms / base - 1, paper / PAPER_MS["t"] - 1)] if paper else [f"{ms:.1f}", ""]
         )
-        lines.append(f"| {' | '.join((name, *saved, *times))} |")
-    return lines
+        table.append([name, *saved, *times])
+    return [
+        f"{ABOUT}The model of 22 G parameters: bytes that an inner layer saves, divided by sbh (in brackets by the "
+        f"paper's formula), its milliseconds at t = {RANKS}, and those over t.",
+        "",
+        *markdown(f"layer | {' | '.join(f't = {at}' for at in ranks)} | ms | over t", table),
+    ]
 
 
 def _models(inner: dict[tuple[str, int, str], dict[str, Any]]) -> list[str]:
-    lines = [
-        "",
-        f"Both against t alone, t = {RANKS}: bytes of a layer, and what both and full recomputation add to its time.",
-        "",
-        "| model | bytes, both of t | added by both | added by full | ms, t |",
-        "|---|---|---|---|---|",
-    ]
+    table = []
     for model in PAPER_SHARE:
         if (model, RANKS, "t") not in inner:
             continue
@@ -126,8 +118,13 @@ def _models(inner: dict[tuple[str, int, str], dict[str, Any]]) -> list[str]:
             *(_percent(row["ms"] / alone["ms"] - 1, of) for row, of in zip((both, again), paper, strict=True)),
             f"{alone['ms']:.1f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        table.append(cells)
+    return [
+        "",
+        f"Both against t alone, t = {RANKS}: bytes of a layer, and what both and full recomputation add to its time.",
+        "",
+        *markdown("model | bytes, both of t | added by both | added by full | ms, t", table),
+    ]
 
 
 def _iterations(rows: Rows) -> list[str]:
@@ -135,18 +132,7 @@ def _iterations(rows: Rows) -> list[str]:
     if not parts:
         return []
     factors = next(iter(parts.values()))["factors"]
-    lines = [
-        "",
-        "Seconds of an iteration, as `python -m benchmarks.shard_iteration` adds them up: micro-batches of the longest "
-        "stage, the pipeline's idle time, what stages send, embedding, head and loss split among the ranks, and AdamW "
-        "with clipping in float32. Here two constants of the profile are fitted, to the 7.7 and 11.9 ms of forward and "
-        f"backward of a layer of the model of 22 G: products at {factors['flops']:.3f} times its rate, memory at "
-        f"{factors['bandwidth']:.3f} times its bandwidth. Utilisation is that of model FLOPs and of hardware FLOPs by "
-        "the paper's formulas for these seconds; `*` that for the published seconds.",
-        "",
-        "| model | full | both | gain | MFU / HFU | MFU / HFU* |",
-        "|---|---|---|---|---|---|",
-    ]
+    table = []
     for model, paper in ITERATIONS.items():
         if (model, "both") not in parts:
             continue
@@ -158,49 +144,66 @@ def _iterations(rows: Rows) -> list[str]:
             "{:.1f} / {:.1f}".format(*paper.utilised(both_s)),
             "{:.1f} / {:.1f} ({} / {})".format(*paper.utilised(paper.both), *paper.utilisation),
         ]
-        lines.append(f"| {' | '.join((model, *cells))} |")
-    return lines
+        table.append([model, *cells])
+    return [
+        "",
+        "Seconds of an iteration, as `python -m benchmarks.shard_iteration` adds them up: micro-batches of the longest "
+        "stage, the pipeline's idle time, what stages send, embedding, head and loss split among the ranks, and AdamW "
+        "with clipping in float32. Here two constants of the profile are fitted, to the 7.7 and 11.9 ms of forward and "
+        f"backward of a layer of the model of 22 G: products at {factors['flops']:.3f} times its rate, memory at "
+        f"{factors['bandwidth']:.3f} times its bandwidth. Utilisation is that of model FLOPs and of hardware FLOPs by "
+        "the paper's formulas for these seconds; `*` that for the published seconds.",
+        "",
+        *markdown(
+            "model | full | both | gain | MFU / HFU | MFU / HFU*",
+            table,
+        ),
+    ]
 
 
 def _solver(rows: Rows) -> list[str]:
     budgeted = [row for row in rows if "budget" in row]
     if not budgeted:
         return []
-    lines = [
-        "",
-        f"{budgeted[0]['layers']} of these layers without any mark, with the peak of those that are marked by hand as "
-        "their budget: predicted milliseconds of forward and backward, and those without a budget.",
-        "",
-        "| model, t | marked by hand | budget, GB | ms by hand | `shard` | ms by the solver | needs, GB | ms without |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    table = []
     for row in budgeted:
         ms = ["refused" if row["refused"] else f"{row['ms']:.1f}", f"{row['needed'] / 1e9:.3f}"]
         cells = [f"{row['model']}, {row['ranks']}", row["row"], f"{row['budget'] / 1e9:.3f}", f"{row['hand_ms']:.1f}"]
         free = "" if row["refused"] else f"{row['free_ms']:.1f}"
-        lines.append(f"| {' | '.join((*cells, row['shard'], *ms, free))} |")
-    return lines
+        table.append([*cells, row["shard"], *ms, free])
+    return [
+        "",
+        f"{budgeted[0]['layers']} of these layers without any mark, with the peak of those that are marked by hand as "
+        "their budget: predicted milliseconds of forward and backward, and those without a budget.",
+        "",
+        *markdown(
+            "model, t | marked by hand | budget, GB | ms by hand | `shard` | ms by the solver | needs, GB | ms without",
+            table,
+        ),
+    ]
 
 
 def _exposed(rows: Rows) -> list[str]:
     exposed = [row for row in rows if "exposed_ms" in row]
     if not exposed:
         return []
-    lines = [
+    table = []
+    for row in exposed:
+        ms = [f"{row['program_ms']:.2f}", f"{row['exposed_ms']:.2f}", f"{row['exposed_ms'] / row['program_ms']:.0%}"]
+        peaks = [f"{row[name] / 1e9:.3f}" for name in ("peak", "reorder_peak", "program_peak")]
+        cells = (f"{row['model']}, {row['ranks']}", row["row"], *ms, f"{row['bound_ms']:.2f}", *peaks)
+        table.append(cells)
+    return [
         "",
         f"{exposed[0]['layers']} of these layers, their collectives split by pass overlap: milliseconds of collectives "
         "that no other operator hides, in forward and backward, their lower bound for any order, and peaks in GB. In "
         "program order each collective is waited for at once.",
         "",
-        "| model, t | layer | ms, program order | ms exposed | share | bound | peak | reorder alone | program order |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *markdown(
+            "model, t | layer | ms, program order | ms exposed | share | bound | peak | reorder alone | program order",
+            table,
+        ),
     ]
-    for row in exposed:
-        ms = [f"{row['program_ms']:.2f}", f"{row['exposed_ms']:.2f}", f"{row['exposed_ms'] / row['program_ms']:.0%}"]
-        peaks = [f"{row[name] / 1e9:.3f}" for name in ("peak", "reorder_peak", "program_peak")]
-        cells = (f"{row['model']}, {row['ranks']}", row["row"], *ms, f"{row['bound_ms']:.2f}", *peaks)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def _percent(value: float, paper: float | None) -> str:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Rows = list[dict[str, Any]]
+Cells = list[object]
+
+
+def markdown(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table; ``headings`` are separated by `` | ``."""
+    return [
+        f"| {headings} |",
+        "|---" * len(headings.split(" | ")) + "|",
+        *(f"| {' | '.join(map(str, cells))} |" for cells in rows),
+    ]
 
 
 def megabytes(count: int) -> str:
@@ -19,19 +30,17 @@ def peaks(rows: Rows) -> list[str]:
         "Peak bytes of one step with AdamW above parameters, optimizer state and batch, float32, counted under malloc "
         "in fresh processes (MB), without a budget: what is computed twice takes no more time.",
         "",
-        "| model | eager | `roamc.train_step` | of eager's | measured / predicted | `roamc.optimize` | of eager's |",
-        "|---|---|---|---|---|---|---|",
-        *(_peak_row(row) for row in rows if row["dtype"] == "float32"),
+        *markdown(
+            "model | eager | `roamc.train_step` | of eager's | measured / predicted | `roamc.optimize` | of eager's",
+            (_peak_row(row) for row in rows if row["dtype"] == "float32"),
+        ),
     ]
 
 
-def _peak_row(row: dict[str, Any]) -> str:
+def _peak_row(row: dict[str, Any]) -> Cells:
     eager, step, loop = (row[name]["measured"] for name in ("eager", "train_step", "optimize"))
-    shares = f"{step / eager:.3f} | {step / row['train_step']['needed_bytes']:.3f}"
-    return (
-        f"| {row['model']} | {megabytes(eager)} | {megabytes(step)} | {shares} "
-        f"| {megabytes(loop)} | {loop / eager:.3f} |"
-    )
+    shares = (f"{step / eager:.3f}", f"{step / row['train_step']['needed_bytes']:.3f}")
+    return [row["model"], megabytes(eager), megabytes(step), *shares, megabytes(loop), f"{loop / eager:.3f}"]
 
 
 SHOWN = (
@@ -53,18 +62,18 @@ def frontier(rows: Rows, model: str = "gpt") -> list[str]:
         f"are medians of ratios over interleaved steps. Of {len(equal)} programs of roamc's that were compared, "
         f"{sum(equal)} give loss, gradients and parameters without a budget, or eager's, bit for bit.",
         "",
-        "| program | measured peak (MB) | time / no budget | time / eager | planning s |",
-        "|---|---|---|---|---|",
-        *(_frontier_row(row) for row in shown if row["kind"] in SHOWN),
+        *markdown(
+            "program | measured peak (MB) | time / no budget | time / eager | planning s",
+            (_frontier_row(row) for row in shown if row["kind"] in SHOWN),
+        ),
     ]
 
 
-def _frontier_row(row: dict[str, Any]) -> str:
+def _frontier_row(row: dict[str, Any]) -> Cells:
     if "refused" in row:
-        return f"| {row['kind']} | refused: needs {megabytes(row['refused'])} | – | – | – |"
+        return [row["kind"], f"refused: needs {megabytes(row['refused'])}", *"–––"]
     time, planning = row["time"], f"{row['planning']:.1f}" if "planning" in row else "–"
-    ratios = f"{time['of free']:.2f} | {time['of eager']:.2f}"
-    return f"| {row['kind']} | {megabytes(row['measured'])} | {ratios} | {planning} |"
+    return [row["kind"], megabytes(row["measured"]), f"{time['of free']:.2f}", f"{time['of eager']:.2f}", planning]
 
 
 def kept(rows: Rows) -> list[str]:

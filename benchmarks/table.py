@@ -9,36 +9,22 @@ from typing import Any
 
 from benchmarks import budget, kept, order_layout, planning, retain_rivals, shard_table, summary
 from benchmarks._measure import HERE, RESULTS
-from benchmarks.summary import megabytes
+from benchmarks.summary import Cells, Rows, markdown, megabytes
 from roamc.operators.gpu.ahead import TARGETS
 
 
 def full() -> str:
     """All tables as Markdown; the last ones as far as they were measured."""
-    return "\n".join(
-        [
-            "# Results",
-            "",
-            "Written by `python -m benchmarks.table` from the files in `results/`, which say with what each was made.",
-            _machine(),
-            *_peak(_rows_of("peak")),
-            *_speed(_rows_of("speed")),
-            *_fast(_rows_of("fuse")),
-            *_groups(_rows_of("fuse")),
-            *_kernels(_rows_of("kernels")),
-            *_budget(_budget_rows()),
-            *_falling(_rows_of("falling")),
-            *_kept(_rows_of("kept")),
-            *_exact(_rows_of("exact")),
-            *_collectives(_rows_of("collectives")),
-            *shard_table.full(_rows_of("shard")),
-            *_planning(_rows_of("planning")),
-            *_cost(_rows_of("cost")),
-            *_order_layout(_rows_of("order_layout")),
-            *_retain_rivals(_rows_of("retain_rivals")),
-            "",
-        ]
-    )
+    lines = [
+        "# Results",
+        "",
+        "Written by `python -m benchmarks.table` from the files in `results/`, which say with what each was made.",
+        _machine(),
+    ]
+    for name, section in SECTIONS:
+        rows = _rows_of(name)
+        lines += ["", *section(rows)] if rows else []
+    return "\n".join([*lines, ""])
 
 
 def short() -> str:
@@ -47,8 +33,8 @@ def short() -> str:
     parts = [
         [f"{_machine()} All tables are in [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."],
         summary.peaks(_rows_of("peak")),
-        _speed(_rows_of("speed"))[1:],
-        summary.frontier(_budget_rows()),
+        _speed(_rows_of("speed")),
+        summary.frontier(_budget_rows(_rows_of("budget"))),
         summary.kept(_rows_of("kept")),
         _saving(order),
         summary.rivals(_rows_of("retain_rivals")),
@@ -62,25 +48,6 @@ def example() -> str:
     return "\n".join(["```", f"$ {row['command']}", *row["lines"], "```"])
 
 
-def on_ranks() -> str:
-    """What the guide shows where it writes of several ranks."""
-    return "\n".join(shard_table.short(_rows_of("shard"))).strip()
-
-
-def fast() -> str:
-    """What the guide shows where it writes of other last bits."""
-    return "\n".join(_fast(_rows_of("fuse"))).strip()
-
-
-def groups() -> str:
-    """What the guide shows where it writes of groups of operators."""
-    return "\n".join(_groups(_rows_of("fuse"))).strip()
-
-
-MARKS = {"example": example, "results": short, "ranks": on_ranks, "fast": fast, "groups": groups}
-"""Word in a page's comments ``<!-- table: WORD -->`` and ``<!-- end -->`` to what stands between them."""
-
-
 def _machine() -> str:
     where = json.loads((RESULTS / "peak.json").read_text())["machine"]
     return (
@@ -89,87 +56,78 @@ def _machine() -> str:
     )
 
 
-def _peak(rows: list[dict[str, Any]]) -> list[str]:
+def _peak(rows: Rows) -> list[str]:
     """Peaks without a budget, on both routes."""
     return [
-        "",
         "Peak bytes of one step with AdamW above parameters, optimizer state and batch, each in a fresh process, "
         "counted under malloc (MB). Tensors are what the plan holds of them at its peak; predicted is that with the "
         "estimate of what operators take for themselves, and workspace the most that one was seen to take.",
         "",
-        "| model | dtype | eager | `train_step` | of eager's | tensors | predicted | measured / predicted "
-        "| workspace | fragmentation |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *(_peak_row(row) for row in rows),
+        *markdown(
+            "model | dtype | eager | `train_step` | of eager's | tensors | predicted | measured / predicted "
+            "| workspace | fragmentation",
+            (_peak_row(row) for row in rows),
+        ),
         "",
         "The same for a loop around a compiled model, gradients handed out in `.grad` (MB):",
         "",
-        "| model | dtype | eager | `aot_eager` | `roamc.optimize` | of eager's | `idle_arena=\"free\"` | of eager's |",
-        "|---|---|---|---|---|---|---|---|",
-        *(_loop_row(row) for row in rows),
-    ]
-
-
-def _speed(rows: list[dict[str, Any]]) -> list[str]:
-    """Step times without a budget."""
-    return [
-        "",
-        "Step time, median of ratios over interleaved steps, and seconds to plan the whole step (capture apart):",
-        "",
-        "| model | `train_step` / eager | `train_step` / `aot_eager` | `optimize` / eager | `optimize` / `aot_eager` "
-        "| capture s | planning s |",
-        "|---|---|---|---|---|---|---|",
-        *(_speed_row(row) for row in rows),
-    ]
-
-
-def _fast(rows: list[dict[str, Any]]) -> list[str]:
-    """Step times with other numerics."""
-    if not rows:
-        return []
-    return [
-        "",
-        'Whole steps with `numerics="fast"`, float32 on one thread, processor time, median of ratios over interleaved '
-        "steps. torch.compile's step has AdamW outside of its graph:",
-        "",
-        '| processor | model | `"fast"` / eager | / torch.compile | / `"exact"` | exact / torch.compile |',
-        "|---|---|---|---|---|---|",
-        *(
-            f"| {row['cpu']} | {row['model']} | {row['fast / eager']:.3f} | {row['fast / compile']:.3f} "
-            f"| {row['fast / exact']:.3f} | {row['exact / compile']:.3f} |"
-            for row in rows
+        *markdown(
+            "model | dtype | eager | `aot_eager` | `roamc.optimize` | of eager's | `idle_arena=\"free\"` | of eager's",
+            (_loop_row(row) for row in rows),
         ),
     ]
 
 
-def _groups(rows: list[dict[str, Any]]) -> list[str]:
-    """Peaks and times with and without pass fuse, of each model where it was measured last."""
-    if not rows:
-        return []
-    latest = {row["model"]: row for row in sorted(rows, key=lambda row: row["date"])}.values()
+def _speed(rows: Rows) -> list[str]:
+    """Step times without a budget."""
     return [
+        "Step time, median of ratios over interleaved steps, and seconds to plan the whole step (capture apart):",
         "",
-        "Groups of operators that run as one, exact: what a step takes on the heap (MB) with pass `fuse`, in brackets "
-        "without it, and the time with it to that without:",
-        "",
-        '| model | groups | torch.compile | no budget | `"light"` | `"min"` | time |',
-        "|---|---|---|---|---|---|---|",
-        *(_groups_row(row) for row in latest if "peaks" in row),
+        *markdown(
+            "model | `train_step` / eager | `train_step` / `aot_eager` | `optimize` / eager | `optimize` / `aot_eager` "
+            "| capture s | planning s",
+            (_speed_row(row) for row in rows),
+        ),
     ]
 
 
-def _groups_row(row: dict[str, Any]) -> str:
-    peaks = {key: megabytes(peak["measured"]) for key, peak in row["peaks"].items()}
-    ours = " | ".join(f"{peaks[f'fused {kind}']} ({peaks[f'unfused {kind}']})" for kind in ("none", "light", "min"))
-    return f"| {row['model']} | {len(row['groups'])} | {peaks['compile']} | {ours} | {row['exact / unfused']:.3f} |"
-
-
-def _kernels(rows: list[dict[str, Any]]) -> list[str]:
-    """What programs for a GPU launch, and what their kernels move and take."""
-    if not rows:
-        return []
+def _fast(rows: Rows) -> list[str]:
+    """Step times with other numerics."""
+    ratios = ("fast / eager", "fast / compile", "fast / exact", "exact / compile")
     return [
+        'Whole steps with `numerics="fast"`, float32 on one thread, processor time, median of ratios over interleaved '
+        "steps. torch.compile's step has AdamW outside of its graph:",
         "",
+        *markdown(
+            'processor | model | `"fast"` / eager | / torch.compile | / `"exact"` | exact / torch.compile',
+            ([row["cpu"], row["model"], *(f"{row[ratio]:.3f}" for ratio in ratios)] for row in rows),
+        ),
+    ]
+
+
+def _groups(rows: Rows) -> list[str]:
+    """Peaks and times with and without pass fuse, of each model where it was measured last."""
+    latest = {row["model"]: row for row in sorted(rows, key=lambda row: row["date"])}.values()
+    return [
+        "Groups of operators that run as one, exact: what a step takes on the heap (MB) with pass `fuse`, in brackets "
+        "without it, and the time with it to that without:",
+        "",
+        *markdown(
+            'model | groups | torch.compile | no budget | `"light"` | `"min"` | time',
+            (_groups_row(row) for row in latest if "peaks" in row),
+        ),
+    ]
+
+
+def _groups_row(row: dict[str, Any]) -> Cells:
+    peaks = {key: megabytes(peak["measured"]) for key, peak in row["peaks"].items()}
+    ours = (f"{peaks[f'fused {kind}']} ({peaks[f'unfused {kind}']})" for kind in ("none", "light", "min"))
+    return [row["model"], len(row["groups"]), peaks["compile"], *ours, f"{row['exact / unfused']:.3f}"]
+
+
+def _kernels(rows: Rows) -> list[str]:
+    """What programs for a GPU launch, and what their kernels move and take."""
+    return [
         'Programs for a GPU, bfloat16, `numerics="fast"`, made without one. Launches of kernels and operators of '
         "forward and backward without and with pass `fuse`, beside what torch.compile's scheduler makes of the same "
         "graph (generated kernels + operators of ATen), and those of the whole step with AdamW, of which the groups "
@@ -178,41 +136,38 @@ def _kernels(rows: list[dict[str, Any]]) -> list[str]:
         "that any other kernel moves, partial sums of columns left out. Registers of a thread and spilled bytes are "
         "the most of any kernel, compiled for A100, H100 and MI300; nothing was timed:",
         "",
-        "| model | groups | without | with | torch.compile | step without | step with | kernels | bytes | loops "
-        "| other | registers, sm_80 | sm_90 | gfx942 | spilled |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *(_kernels_row(row) for row in rows),
+        *markdown(
+            "model | groups | without | with | torch.compile | step without | step with | kernels | bytes | loops "
+            "| other | registers, sm_80 | sm_90 | gfx942 | spilled",
+            (_kernels_row(row) for row in rows),
+        ),
     ]
 
 
-def _kernels_row(row: dict[str, Any]) -> str:
+def _kernels_row(row: dict[str, Any]) -> Cells:
     kernels, rival = row["kernels"], row["torch.compile"]
     moved, least = (sum(kernel[key] * kernel["count"] for kernel in kernels) for key in ("moved", "least"))
     held = [kernel for kernel in kernels if kernel["reads"] == 1]
     takes = [one for kernel in kernels for one in kernel["takes"]]
     registers = (max(one["registers"] for one in takes if one["target"] == name) for name in TARGETS)
-    cells = [
+    return [
         *(row["model"], row["groups"], row["launches"]["before"], row["launches"]["after"]),
         "–" if "refused" in rival else f"{sum(rival.values())} ({rival['triton']} + {rival['extern']})",
         *(row["step launches"]["before"], row["step launches"]["after"], len(kernels), f"{moved / least:.3f}"),
         *(len(kernels) - len(held), f"{max((k['moved'] - 2 * k['partials']) / k['least'] for k in held):.3f}"),
         *(*registers, max(one["spilled_bytes"] for one in takes)),
     ]
-    return f"| {' | '.join(map(str, cells))} |"
 
 
-def _rows_of(name: str) -> list[dict[str, Any]]:
+def _rows_of(name: str) -> Rows:
     """What was measured; nothing where nobody has."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
-def _budget(rows: list[dict[str, Any]]) -> list[str]:
+def _budget(rows: Rows) -> list[str]:
     """Step time against measured peak."""
-    if not rows:
-        return []
     return [
-        "",
         "Step time against measured peak, one thread, AdamW (MB, s). `+block` is `torch.utils.checkpoint` around every "
         "block, `+select` keeps its matrix products and attention; after `@` stands `memory_budget`, or the budget of "
         "torch.compile. Times are medians of ratios over interleaved steps: to the same program without a budget, and "
@@ -220,15 +175,16 @@ def _budget(rows: list[dict[str, Any]]) -> list[str]:
         "the least that any choice of reruns adds within that peak. Values are compared with the program without a "
         "budget, that with `aot_eager`, and that with eager:",
         "",
-        "| model | program | measured peak | planned | workspace | time / no budget | quickest | time / eager "
-        "| predicted | added | lower bound | planning | values |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *(_budget_row(row) for row in rows),
+        *markdown(
+            "model | program | measured peak | planned | workspace | time / no budget | quickest | time / eager "
+            "| predicted | added | lower bound | planning | values",
+            (_budget_row(row) for row in rows),
+        ),
     ]
 
 
-def _budget_rows() -> list[dict[str, Any]]:
-    return sorted(_rows_of("budget"), key=_place)
+def _budget_rows(rows: Rows) -> Rows:
+    return sorted(rows, key=_place)
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int]:
@@ -238,11 +194,11 @@ def _place(row: dict[str, Any]) -> tuple[int, int]:
     return budget.MODELS.index(row["model"]), kind
 
 
-def _budget_row(row: dict[str, Any]) -> str:
+def _budget_row(row: dict[str, Any]) -> Cells:
     if "refused" in row:
-        return f"| {row['model']} | {row['kind']} | – | needs {megabytes(row['refused'])} | {'– | ' * 8}– |"
+        return [row["model"], row["kind"], "–", f"needs {megabytes(row['refused'])}", *"–" * 9]
     time, ours = row.get("time"), "peak_bytes" in row
-    cells = [
+    return [
         row["model"],
         row["kind"],
         megabytes(row["measured"]),
@@ -257,26 +213,23 @@ def _budget_row(row: dict[str, Any]) -> str:
         f"{row['planning']:.1f}" if ours else "–",
         _values(row.get("like")),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def _falling(rows: list[dict[str, Any]]) -> list[str]:
+def _falling(rows: Rows) -> list[str]:
     """Peaks and times under one budget after another, each planned by itself."""
-    if not rows:
-        return []
     row_at = {(row["model"], *row["kind"].split("@")): row for row in rows if "@" in row["kind"]}
     routes = dict.fromkeys(key[:2] for key in row_at)
     return [
-        "",
         "Ten falling budgets, shares of what eager takes, each planned by itself: measured peak (MB) and measured step "
         "time to that without a budget; – is refused:",
         "",
-        f"| model | route | | {' | '.join(budget.FALLING)} |",
-        "|---|---|---|" + "---|" * len(budget.FALLING),
-        *(
-            f"| {model} | {route} | {what} | {' | '.join(cell(row_at[model, route, at]) for at in budget.FALLING)} |"
-            for model, route in routes
-            for what, cell in (("peak", _falling_peak), ("time", _falling_time))
+        *markdown(
+            f"model | route | measured | {' | '.join(budget.FALLING)}",
+            (
+                [model, route, what, *(cell(row_at[model, route, at]) for at in budget.FALLING)]
+                for model, route in routes
+                for what, cell in (("peak", _falling_peak), ("time", _falling_time))
+            ),
         ),
     ]
 
@@ -295,83 +248,75 @@ def _values(like: dict[str, Any] | None) -> str:
     return "the same bits" if like["equal"] else f"off by {like['error']:.0e}"
 
 
-def _grouped(
-    rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], tuple[Any, ...]]
-) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+def _grouped(rows: Rows, key: Callable[[dict[str, Any]], tuple[Any, ...]]) -> dict[tuple[Any, ...], Rows]:
     """Rows with one key together, in the sequence in which the keys come first."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
 
 
-def _kept(rows: list[dict[str, Any]]) -> list[str]:
+def _kept(rows: Rows) -> list[str]:
     """Measured peaks as shares of the budget."""
-    if not rows:
-        return []
     by_route = _grouped(rows, lambda row: (row["model"], row["dtype"], row["kind"].split()[0]))
     return [
-        "",
         "Whether budgets are kept: the measured peak as a share of `memory_budget`, a share of what eager takes. "
         "`min` is measured against what the plan says that it needs; – is refused, with the smallest budget that the "
         "planner reached as a share of what eager takes. Where torch.compile splits a model each piece keeps the "
         f"budget by itself, and the peak is that of all.{summary.same_bits(rows)}",
         "",
-        f"| model | dtype | route | {' | '.join(kept.BUDGETS)} |",
-        "|---|---|---|" + "---|" * len(kept.BUDGETS),
-        *(f"| {' | '.join((*name, *map(_kept_cell, cells)))} |" for name, cells in by_route.items()),
+        *markdown(
+            f"model | dtype | route | {' | '.join(kept.BUDGETS)}",
+            ([*name, *map(_kept_cell, cells)] for name, cells in by_route.items()),
+        ),
     ]
 
 
-def _exact(rows: list[dict[str, Any]]) -> list[str]:
+def _exact(rows: Rows) -> list[str]:
     """How many programs with groups, without and under budgets, have the bits of the program without either."""
-    if not rows:
-        return []
-    by_type = _grouped(rows, lambda row: (row["model"], row["dtype"], str(row["threads"])))
+    by_type = _grouped(rows, lambda row: (row["model"], row["dtype"], row["threads"]))
     return [
-        "",
         "Whether exact is exact: on all three ways in, without a budget and under 70 %, 40 %, `light` and `min`, "
         "losses, gradients and parameters of three steps against the program without a budget and without pass `fuse`. "
         "Groups are those of all programs of a row together, and so are operators that run again.",
         "",
-        "| model | dtype | threads | programs | refused | same bits | tensors compared | groups | run again |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(f"| {' | '.join((*name, *_exact_cells(group)))} |" for name, group in sorted(by_type.items())),
+        *markdown(
+            "model | dtype | threads | programs | refused | same bits | tensors compared | groups | run again",
+            ([*name, *_exact_cells(group)] for name, group in sorted(by_type.items())),
+        ),
     ]
 
 
-def _exact_cells(rows: list[dict[str, Any]]) -> list[str]:
+def _exact_cells(rows: Rows) -> Cells:
     ran = [row for row in rows if "equal" in row]
     totals = [sum(row[key] for row in ran) for key in ("compared", "groups", "reruns")]
-    return list(map(str, [len(rows), len(rows) - len(ran), sum(row["equal"] for row in ran), *totals]))
+    return [len(rows), len(rows) - len(ran), sum(row["equal"] for row in ran), *totals]
 
 
-def _collectives(rows: list[dict[str, Any]]) -> list[str]:
+def _collectives(rows: Rows) -> list[str]:
     """Gradients of several ranks against those of one."""
-    if not rows:
-        return []
-    by_way = _grouped(rows, lambda row: (str(row["ranks"]), row["split"], row["way"]))
+    by_way = _grouped(rows, lambda row: (row["ranks"], row["split"], row["way"]))
     models = ", ".join(dict.fromkeys(row["model"] for row in rows))
     budgets = ", ".join(dict.fromkeys(row["budget"] for row in rows))
     return [
-        "",
         f"Gradients of several gloo ranks against those of one rank: {models}; budgets {budgets}. R is "
         '`torch.compile(backend="roamc")`, O `roamc.optimize`, S `roamc.train_step`. Worst is the largest relative '
         "error of a gradient in any pass; a fault is an error, no end, or a collective that nobody waited for.",
         "",
-        "| ranks | split | way | plans | refused | passes | worst | eager's | eager's bits | faults |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *(f"| {' | '.join((*name, *_collective_cells(group)))} |" for name, group in sorted(by_way.items())),
+        *markdown(
+            "ranks | split | way | plans | refused | passes | worst | eager's | eager's bits | faults",
+            ([*name, *_collective_cells(group)] for name, group in sorted(by_way.items())),
+        ),
     ]
 
 
-def _collective_cells(rows: list[dict[str, Any]]) -> list[str]:
+def _collective_cells(rows: Rows) -> Cells:
     measured = [row for row in rows if "worst" in row]
     faults = sum("fault" in row or bool(row["unwaited"]) for row in rows)
     counts = [len(rows), sum("refused" in row for row in rows), sum(row["runs"] for row in measured)]
     errors = [f"{max(row[key] for row in measured):.1e}" if measured else "–" for key in ("worst", "eager")]
     same = f"{sum(row['same'] for row in measured)} of {len(measured)}" if measured else "–"
-    return [*map(str, counts), *errors, same, str(faults)]
+    return [*counts, *errors, same, faults]
 
 
 def _kept_cell(row: dict[str, Any]) -> str:
@@ -382,20 +327,18 @@ def _kept_cell(row: dict[str, Any]) -> str:
     return f"{row['measured'] / row['budget']:.3f}{pieces}"
 
 
-def _planning(rows: list[dict[str, Any]]) -> list[str]:
+def _planning(rows: Rows) -> list[str]:
     """What plans add, how far that can be from the least, and what making them takes."""
-    if not rows:
-        return []
     by_route = _grouped(rows, lambda row: (row["model"], row["kind"].split()[0], row["operators"]))
     lines = [
-        "",
         "Planning under a budget, from graphs alone: predicted added time, in brackets the gap (predicted step time "
         "over the least that is proved for any choice within the budget), and processor seconds, capture apart; – is "
         "refused:",
         "",
-        f"| model | route | operators | {' | '.join(planning.BUDGETS)} |",
-        "|---|---|---|" + "---|" * len(planning.BUDGETS),
-        *(f"| {' | '.join((*map(str, key), *map(_planning_cell, cells)))} |" for key, cells in by_route.items()),
+        *markdown(
+            f"model | route | operators | {' | '.join(planning.BUDGETS)}",
+            ([*key, *map(_planning_cell, cells)] for key, cells in by_route.items()),
+        ),
     ]
     for row in rows:
         if "torch" in row:
@@ -413,81 +356,77 @@ def _planning_cell(row: dict[str, Any]) -> str:
     return seconds if row["kind"].endswith("none") else f"{row['added']:.1%} ({row['gap']:.1%}) {seconds}"
 
 
-def _cost(rows: list[dict[str, Any]]) -> list[str]:
+def _cost(rows: Rows) -> list[str]:
     """Predicted step times and the errors of operators."""
-    if not rows:
-        return []
     return [
-        "",
         "Predicted step time of `train_step` after `roamc calibrate`, against the least of several steps, one "
         "thread by processor time; and the error of single operators (all of one name and shapes together, those above "
         "1 % of the step):",
         "",
-        "| model | threads | predicted s | measured s | predicted / measured | operators: median error | "
-        "operators compared | their share of the step |",
-        "|---|---|---|---|---|---|---|---|",
-        *(_cost_row(row) for row in rows),
+        *markdown(
+            "model | threads | predicted s | measured s | predicted / measured | operators: median error | "
+            "operators compared | their share of the step",
+            (_cost_row(row) for row in rows),
+        ),
     ]
 
 
-def _cost_row(row: dict[str, Any]) -> str:
+def _cost_row(row: dict[str, Any]) -> Cells:
     step, compared = row["step"], row["compared"]
-    cells = [
+    return [
         row["model"],
-        str(row["threads"]),
+        row["threads"],
         f"{step['predicted']:.3f}",
         f"{step['measured']:.3f}",
         f"{row['predicted / measured']:.3f}",
         f"{row['median operator error']:.1%}",
-        str(compared["operators"]),
+        compared["operators"],
         f"{compared['share']:.0%}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def _order_layout(rows: list[dict[str, Any]]) -> list[str]:
+def _order_layout(rows: Rows) -> list[str]:
     """Means over the paper's models, then the graphs with SGD."""
-    if not rows:
-        return []
     return [
-        "",
         *_saving(rows),
         "",
         "Temporary bytes of the whole step with SGD (MB). The bound holds for every order; fragmentation is arena over "
         "peak. MODeL is its integer program on CP-SAT with a time limit:",
         "",
-        "| model | batch | operators | reserved by PyTorch | best of lpmf, bfs, dfs, LESCEA | MODeL | ours | bound "
-        "| fragmentation | seconds |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *(_order_row(row) for row in rows if row["kind"] == "sgd"),
+        *markdown(
+            "model | batch | operators | reserved by PyTorch | best of lpmf, bfs, dfs, LESCEA | MODeL | ours | bound "
+            "| fragmentation | seconds",
+            (_order_row(row) for row in rows if row["kind"] == "sgd"),
+        ),
     ]
 
 
-def _saving(rows: list[dict[str, Any]]) -> list[str]:
+def _saving(rows: Rows) -> list[str]:
     """Means over the paper's models."""
     return [
         "Order and layout against PyTorch, whole memory (parameters, state, batch and temporaries): mean saving over "
         "AlexNet, VGG-16, MNASNet, MobileNet, EfficientNet, ViT and BERT at batch 1 and 32, against what PyTorch's "
         "caching allocator reserves in eager mode (simulated):",
         "",
-        "| graph | order and layout | with in-place reuse | as planned | as planned, against expandable segments |",
-        "|---|---|---|---|---|",
-        *(_mean_row(rows, kind) for kind in order_layout.KINDS),
+        *markdown(
+            "graph | order and layout | with in-place reuse | as planned | as planned, against expandable segments",
+            (_mean_row(rows, kind) for kind in order_layout.KINDS),
+        ),
     ]
 
 
-def _mean_row(rows: list[dict[str, Any]], kind: str) -> str:
+def _mean_row(rows: Rows, kind: str) -> Cells:
     ways = ({}, {"ours": "reuse"}, {"ours": "plan"}, {"ours": "plan", "allocator": "expandable"})
     means = (order_layout.mean_saved(rows, kind, **how) for how in ways)
-    return f"| {kind} | {' | '.join('–' if mean is None else f'{mean:.1%}' for mean in means)} |"
+    return [kind, *("–" if mean is None else f"{mean:.1%}" for mean in means)]
 
 
-def _order_row(row: dict[str, Any]) -> str:
+def _order_row(row: dict[str, Any]) -> Cells:
     ours, ilp = row["ours"], row["model_ilp"].get("peak")
-    cells = [
+    return [
         row["model"],
-        str(row["batch"]),
-        str(row["operators"]),
+        row["batch"],
+        row["operators"],
         megabytes(row["pytorch"]["reserved"]),
         megabytes(order_layout.best_order(row)[1]),
         "–" if ilp is None else megabytes(ilp),
@@ -496,15 +435,11 @@ def _order_row(row: dict[str, Any]) -> str:
         f"{ours['arena'] / max(ours['arena_bound'], 1) - 1:.3%}",
         f"{ours['seconds'] + ours['layout_seconds']:.2f}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def _retain_rivals(rows: list[dict[str, Any]]) -> list[str]:
+def _retain_rivals(rows: Rows) -> list[str]:
     """Seconds added and seconds taken, ours and the published formulations'."""
-    if not rows:
-        return []
     return [
-        "",
         "Which operators run again under a budget, against Moccasin (retention intervals) and Checkmate (integer "
         f"program), both on CP-SAT with one thread and {rows[0]['limit']:g} s: the same operators in the same order, "
         "no in-place reuse. Budgets are shares of the way from the lowest peak that ours finds to that without reruns. "
@@ -512,34 +447,34 @@ def _retain_rivals(rows: list[dict[str, Any]]) -> list[str]:
         "of each operator), and – is no answer in time, or none with so few reruns. All may rerun an operator before "
         "its result is needed, while its inputs are still there, which pays on random layers:",
         "",
-        "| graph | operators | budget | ours | lower bound | Moccasin | Checkmate | seconds: ours | Moccasin "
-        "| Checkmate |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *(_retain_row(row) for row in rows),
+        *markdown(
+            "graph | operators | budget | ours | lower bound | Moccasin | Checkmate | seconds: ours | Moccasin "
+            "| Checkmate",
+            (_retain_row(row) for row in rows),
+        ),
     ]
 
 
-def _retain_row(row: dict[str, Any]) -> str:
+def _retain_row(row: dict[str, Any]) -> Cells:
     ours, rivals = row["ours"], [row[name] for name in retain_rivals.RIVALS]
-    cells = [
+    return [
         row["model"],
-        str(row["operators"]),
+        row["operators"],
         row["kind"],
         _share(ours["added"], row, ours["status"] == "optimal"),
         _share(ours["bound"], row),
         *(_share(rival["added"], row, rival["status"] == "OPTIMAL") for rival in rivals),
         *(f"{each['seconds']:.2f}" for each in (ours, *rivals)),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _share(added: float | None, row: dict[str, Any], proved: bool = False) -> str:
     return "–" if added is None else f"{added / row['step']:.2%}{'*' if proved else ''}"
 
 
-def _peak_row(row: dict[str, Any]) -> str:
+def _peak_row(row: dict[str, Any]) -> Cells:
     step, eager = row["train_step"], row["eager"]["measured"]
-    cells = [
+    return [
         row["model"],
         row["dtype"],
         megabytes(eager),
@@ -551,23 +486,50 @@ def _peak_row(row: dict[str, Any]) -> str:
         megabytes(step["workspace"]),
         f"{step['arena_bytes'] / max(step['live_bytes'], 1) - 1:.2%}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def _loop_row(row: dict[str, Any]) -> str:
+def _loop_row(row: dict[str, Any]) -> Cells:
     eager = row["eager"]["measured"]
     cells = [row["model"], row["dtype"], megabytes(eager), megabytes(row["aot_eager"]["measured"])]
     for route in ("optimize", "optimize_free"):
         cells += [megabytes(row[route]["measured"]), f"{row[route]['measured'] / eager:.3f}"]
-    return f"| {' | '.join(cells)} |"
+    return cells
 
 
-def _speed_row(row: dict[str, Any]) -> str:
+def _speed_row(row: dict[str, Any]) -> Cells:
     ratios = ("train_step / eager", "train_step / aot_eager", "optimize / eager", "optimize / aot_eager")
     capture = row["planning"]["capture"]
     rest = sum(row["planning"].values()) - capture
-    cells = [row["model"], *(f"{row[ratio]:.3f}" for ratio in ratios), f"{capture:.2f}", f"{rest:.2f}"]
-    return f"| {' | '.join(cells)} |"
+    return [row["model"], *(f"{row[ratio]:.3f}" for ratio in ratios), f"{capture:.2f}", f"{rest:.2f}"]
+
+
+SECTIONS: tuple[tuple[str, Callable[[Rows], list[str]]], ...] = (
+    ("peak", _peak),
+    ("speed", _speed),
+    ("fuse", _fast),
+    ("fuse", _groups),
+    ("kernels", _kernels),
+    ("budget", _budget),
+    ("falling", _falling),
+    ("kept", _kept),
+    ("exact", _exact),
+    ("collectives", _collectives),
+    ("shard", shard_table.full),
+    ("planning", _planning),
+    ("cost", _cost),
+    ("order_layout", _order_layout),
+    ("retain_rivals", _retain_rivals),
+)
+"""Name of a file of results, and what the page of all tables shows of it."""
+
+MARKS: dict[str, Callable[[], str]] = {
+    "example": example,
+    "results": short,
+    "ranks": lambda: "\n".join(shard_table.short(_rows_of("shard"))),
+    "fast": lambda: "\n".join(_fast(_rows_of("fuse"))),
+    "groups": lambda: "\n".join(_groups(_rows_of("fuse"))),
+}
+"""Word in a page's comments ``<!-- table: WORD -->`` and ``<!-- end -->`` to what stands between them."""
 
 
 def main() -> None:
