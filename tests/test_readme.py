@@ -104,6 +104,6 @@ def test_every_chapter_that_is_linked_is_there(page: str) -> None:
     there = {
         (name, re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"))
         for name, text in (("README.md", README), ("GUIDE.md", GUIDE))
-        for title in re.findall(r"^## (.*)$", text, re.MULTILINE)
+        for title in re.findall(r"^##+ (.*)$", text, re.MULTILINE)
     }
     assert linked - there == set()
