@@ -17,7 +17,7 @@ def main() -> None:
     program = "from roamc.cli.commands import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, *COMMAND.split()[1:]], capture_output=True, text=True, check=True,
-        env={**os.environ, "COLUMNS": "240"},
+        env={**os.environ, "COLUMNS": "400"},
     )  # fmt: skip
     lines = [re.sub(r"  capture .*", "", line).rstrip() for line in done.stdout.splitlines() if line.strip()]
     print(*lines, sep="\n")

@@ -15,10 +15,9 @@ PAPER_ADDED = {"gpt3-22b": (0.04, 0.39), "gpt3-530b": (0.02, 0.36), "gpt3-1t": (
 """Added time of "both" and of "full" over "t"; section 6.2 of the paper."""
 FIRST, RANKS = "gpt3-22b", 8
 ABOUT = (
-    "One layer of the models of arXiv 2205.05198, planned for one of t ranks on one machine without a GPU (`roamc plan "
-    "... --mesh tp=8`; attention of plain operators, 16 bits). What runs again is marked by hand, as in the paper; its "
-    "values stand in brackets. Times are predictions by the shipped profile a100 with its links; nothing is fitted to "
-    "the paper. "
+    "One layer of the models of arXiv 2205.05198, planned for one of t ranks on a machine without a GPU (`roamc plan "
+    "... --mesh tp=8`; unfused attention, 16 bits). Recomputation is marked by hand, as in the paper, whose values are "
+    "in brackets. Times are predicted with the shipped profile a100 and its links; nothing is fitted to the paper. "
 )
 
 
@@ -98,8 +97,8 @@ def _six(inner: dict[tuple[str, int, str], dict[str, Any]]) -> list[str]:
         )
         table.append([name, *saved, *times])
     return [
-        f"{ABOUT}The model of 22 G parameters: bytes that an inner layer saves, divided by sbh (in brackets by the "
-        f"paper's formula), its milliseconds at t = {RANKS}, and those over t.",
+        f"{ABOUT}For the 22 G model: bytes that an inner layer saves, divided by sbh (in brackets by the paper's "
+        f"formula), milliseconds at t = {RANKS}, and added time over row t.",
         "",
         *markdown(f"layer | {' | '.join(f't = {at}' for at in ranks)} | ms | over t", table),
     ]
@@ -121,7 +120,7 @@ def _models(inner: dict[tuple[str, int, str], dict[str, Any]]) -> list[str]:
         table.append(cells)
     return [
         "",
-        f"Both against t alone, t = {RANKS}: bytes of a layer, and what both and full recomputation add to its time.",
+        f"Row both against row t, t = {RANKS}: bytes of a layer, and the time that both and full recomputation add.",
         "",
         *markdown("model | bytes, both of t | added by both | added by full | ms, t", table),
     ]
@@ -195,9 +194,9 @@ def _exposed(rows: Rows) -> list[str]:
         table.append(cells)
     return [
         "",
-        f"{exposed[0]['layers']} of these layers, their collectives split by pass overlap: milliseconds of collectives "
-        "that no other operator hides, in forward and backward, their lower bound for any order, and peaks in GB. In "
-        "program order each collective is waited for at once.",
+        f"{exposed[0]['layers']} of these layers with pass overlap: milliseconds of exposed communication in forward "
+        "and backward, its lower bound for any order, and peaks in GB. In program order each collective is waited for "
+        "at once.",
         "",
         *markdown(
             "model, t | layer | ms, program order | ms exposed | share | bound | peak | reorder alone | program order",

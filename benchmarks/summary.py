@@ -27,11 +27,11 @@ def megabytes(count: int) -> str:
 def peaks(rows: Rows) -> list[str]:
     """Measured peaks of whole steps, on both routes, in float32."""
     return [
-        "Peak bytes of one step with AdamW above parameters, optimizer state and batch, float32, counted under malloc "
-        "in fresh processes (MB), without a budget: what is computed twice takes no more time.",
+        "Peak memory of one AdamW step in float32 (MB) on top of parameters, optimizer state and batch, without a "
+        "budget. Counted under malloc, each in a fresh process.",
         "",
         *markdown(
-            "model | eager | `roamc.train_step` | of eager's | measured / predicted | `roamc.optimize` | of eager's",
+            "model | eager | `roamc.train_step` | / eager | measured / predicted | `roamc.optimize` | / eager",
             (_peak_row(row) for row in rows if row["dtype"] == "float32"),
         ),
     ]
@@ -57,10 +57,11 @@ def frontier(rows: Rows, model: str = "gpt") -> list[str]:
     ours = [row for row in shown if "peak_bytes" in row]
     equal = [row["like"]["equal"] for row in ours if "like" in row]
     return [
-        "Under a budget: six layers of GPT (width 384, 256 tokens, batch 16), one thread. `+block` is "
-        "`torch.utils.checkpoint` around every block; after `@` stands `memory_budget`, or torch.compile's own. Times "
-        f"are medians of ratios over interleaved steps. Of {len(equal)} programs of roamc's that were compared, "
-        f"{sum(equal)} give loss, gradients and parameters without a budget, or eager's, bit for bit.",
+        "Under a budget: GPT with 6 layers, width 384, 256 tokens, batch 16, one thread. `+block` is "
+        "`torch.utils.checkpoint` around every block, `+select` a policy that saves its matrix products and attention; "
+        "`@` is followed by `memory_budget`, or by torch.compile's activation memory budget. Times are medians of "
+        f"ratios over interleaved steps. Loss, gradients and parameters of {sum(equal)} of {len(equal)} roamc programs "
+        "are bit for bit those of the same program without a budget; that one is compared with eager.",
         "",
         *markdown(
             "program | measured peak (MB) | time / no budget | time / eager | planning s",
@@ -81,9 +82,9 @@ def kept(rows: Rows) -> list[str]:
     measured = [row for row in rows if "measured" in row]
     above = [row for row in measured if row["measured"] > row["budget"]]
     text = (
-        f"Of {len(rows)} budgets ({len({row['model'] for row in rows})} models, both routes, 100 % of what eager takes "
-        f"to the lowest), {len(rows) - len(measured)} were refused with the lowest peak that was found, and "
-        f"{len(measured) - len(above)} kept, as measured"
+        f"Of {len(rows)} budgets ({len({row['model'] for row in rows})} models, `train_step` and `optimize`, from "
+        f"100 % of what eager needs down to the minimum), {len(rows) - len(measured)} were refused, naming the lowest "
+        f"peak, and {len(measured) - len(above)} kept, as measured"
     )
     if not above:
         return [f"{text}: all that were not refused.{same_bits(rows)}"]
@@ -97,7 +98,7 @@ def same_bits(rows: Rows) -> str:
     equal = [row["equal"] for row in rows if "equal" in row]
     if not equal:
         return ""
-    return f" Losses and parameters are, bit for bit, those without a budget in {sum(equal)} of {len(equal)}."
+    return f" Losses and parameters are bit for bit those without a budget in {sum(equal)} of {len(equal)}."
 
 
 def rivals(rows: Rows) -> list[str]:
@@ -106,8 +107,8 @@ def rivals(rows: Rows) -> list[str]:
     more = [row for row in solved if row["ours"]["added"] > row["moccasin"]["added"] * (1 + 1e-9)]
     faster = sorted(row["moccasin"]["seconds"] / row["ours"]["seconds"] for row in rows)
     return [
-        f"Which operators run again: on {len(rows)} problems {len(solved)} were solved by Moccasin's program on CP-SAT "
-        f"within {rows[0]['limit']:g} s, {len(more)} of them with less added time than ours. Ours took "
-        f"{statistics.median(faster):.0f} times less time in the median ({faster[0]:.1f} to {faster[-1]:.0f}); small "
-        "problems gain least.",
+        f"Recomputation solver: Moccasin on CP-SAT solved {len(solved)} of {len(rows)} problems within "
+        f"{rows[0]['limit']:g} s, {len(more)} of them with less added time than roamc. roamc was "
+        f"{statistics.median(faster):.0f} times faster in the median ({faster[0]:.1f} to {faster[-1]:.0f} times; least "
+        "on small problems).",
     ]

@@ -81,7 +81,7 @@ def _peak(rows: Rows) -> list[str]:
 def _speed(rows: Rows) -> list[str]:
     """Step times without a budget."""
     return [
-        "Step time, median of ratios over interleaved steps, and seconds to plan the whole step (capture apart):",
+        "Step time, median of ratios over interleaved steps, and seconds to capture and to plan the whole step:",
         "",
         *markdown(
             "model | `train_step` / eager | `train_step` / `aot_eager` | `optimize` / eager | `optimize` / `aot_eager` "
@@ -95,8 +95,8 @@ def _fast(rows: Rows) -> list[str]:
     """Step times with other numerics."""
     ratios = ("fast / eager", "fast / compile", "fast / exact", "exact / compile")
     return [
-        'Whole steps with `numerics="fast"`, float32 on one thread, processor time, median of ratios over interleaved '
-        "steps. torch.compile's step has AdamW outside of its graph:",
+        'Step time with `numerics="fast"`, float32, one thread, CPU time, median of ratios over interleaved steps. '
+        "With torch.compile, AdamW is not part of the graph:",
         "",
         *markdown(
             'processor | model | `"fast"` / eager | / torch.compile | / `"exact"` | exact / torch.compile',
@@ -109,8 +109,8 @@ def _groups(rows: Rows) -> list[str]:
     """Peaks and times with and without pass fuse, of each model where it was measured last."""
     latest = {row["model"]: row for row in sorted(rows, key=lambda row: row["date"])}.values()
     return [
-        "Groups of operators that run as one, exact: what a step takes on the heap (MB) with pass `fuse`, in brackets "
-        "without it, and the time with it to that without:",
+        "Fused operators, exact: peak heap memory of a step (MB) with pass `fuse`, in brackets without it, and step "
+        "time with / without:",
         "",
         *markdown(
             'model | groups | torch.compile | no budget | `"light"` | `"min"` | time',
@@ -404,9 +404,9 @@ def _order_layout(rows: Rows) -> list[str]:
 def _saving(rows: Rows) -> list[str]:
     """Means over the paper's models."""
     return [
-        "Order and layout against PyTorch, whole memory (parameters, state, batch and temporaries): mean saving over "
-        "AlexNet, VGG-16, MNASNet, MobileNet, EfficientNet, ViT and BERT at batch 1 and 32, against what PyTorch's "
-        "caching allocator reserves in eager mode (simulated):",
+        "Order and layout alone: memory saved in total (parameters, state, batch and temporaries) against what "
+        "PyTorch's caching allocator reserves in eager mode (simulated). Mean over AlexNet, VGG-16, MNASNet, "
+        "MobileNet, EfficientNet, ViT and BERT at batch 1 and 32:",
         "",
         *markdown(
             "graph | order and layout | with in-place reuse | as planned | as planned, against expandable segments",

@@ -1,8 +1,8 @@
 """roamc: a memory compiler for PyTorch training.
 
->>> step = roamc.train_step(model, loss_fn, optimizer)      # one planned program for the whole step
+>>> step = roamc.train_step(model, loss_fn, optimizer)  # forward, loss, backward and update in one program
 >>> loss = step(tokens, targets)
->>> print(roamc.plans(step)[0])                              # its peak, proved before it ran
+>>> print(roamc.plans(step)[0])  # its predicted peak memory
 """
 
 import torch

@@ -45,7 +45,7 @@ class VerifyError(RoamcError):
 
 
 class BudgetError(RoamcError):
-    """No plan within the budget exists; the message names the smallest budget that would do.
+    """No plan fits the budget; the message names the smallest budget that would.
 
     Attributes:
         plan: the plan that did not fit, a :class:`roamc.planning.plan.Plan`; None if there is none.
@@ -65,16 +65,16 @@ class ProfileError(RoamcError, ValueError):
 
 
 class BackwardTwiceError(RoamcError, RuntimeError):
-    """Backward was asked to run again, but its first run has freed the tensors that forward had saved."""
+    """Backward was called a second time, but the first call has freed the saved tensors."""
 
 
 class UnfinishedError(RoamcError, RuntimeError):
-    """A program failed in the middle of a step that cannot be finished with the same numbers; says what was written."""
+    """A program failed in a step that cannot be finished with the same values; the message says what was written."""
 
 
 class StaleError(RoamcError):
-    """A compiled module has changed since it was planned, and torch did not compile it again."""
+    """A compiled module has changed since it was planned, and torch did not recompile it."""
 
 
 class RanksError(RoamcError, RuntimeError):
-    """Ranks that share the work on one batch have other inputs, parameters, random states or plans; says which."""
+    """Ranks that must agree have different inputs, parameters, random states or plans; the message says which."""

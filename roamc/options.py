@@ -30,35 +30,34 @@ class Options:
     """What a user may set; the same names in ``options={...}``, keyword arguments and the command line.
 
     Attributes:
-        memory_budget: bytes that the step may allocate at its peak, such as "6GiB"; or "80%" of what eager holds, "min"
-            for as little as can be, "light" for as little as can be without running a matrix product, a convolution,
-            attention or another heavy operator again, "device" for what the device has free. Activations are dropped
-            and made again until the plan keeps it; one that cannot is refused before anything runs. None drops nothing.
-        alignment: bytes; every tensor of the arena starts at a multiple, at least of its largest element. 0 takes the
-            device's own; with less than that, matrix products of MKL may have other last bits.
-        layout_nodes: node limit of the layout's tree search.
-        order: name of one ordering algorithm, or "best" for all of them and the best kept.
-        disable: names of passes to leave out, e.g. ("reorder",).
-        idle_arena: "keep" an arena's memory between steps for the steps of roamc's programs, or "free" it for all:
-            lowers what a loop holds while other code runs, such as the optimizer, and costs time at every step.
-        strict: raise where roamc would otherwise warn and hand the graph to the fallback.
-        max_plans: how many shapes of one train step or module keep a plan at the same time.
-        codecs: names of codecs with an error that a plan may use, e.g. ("name",). Without them every value is exact.
-        tune: when a program is made for a GPU that is here, time its kernels in several shapes for some seconds, once
-            on a machine, and take the fastest; no value depends on it. False leaves kernels as they are printed.
-        numerics: "exact", so that every value has the bits of torch's own operators, or "fast": matrix products in
-            float32 on a CPU may be made by oneDNN where it is faster, which sums in another order; on a GPU kernels may
-            sum in another order, and dropouts keep other elements than eager, with the same probability.
-        shard: "off": each rank of a model with tensor parallelism plans for itself, and no collective runs again.
-            "whole": its ranks plan together, so that under a budget collectives may run again. "sequence": besides,
-            norms, dropouts, residuals and what else works on each token apart runs on a part of the tokens of each
-            rank, which saves a part of the activations. Sums over the ranks are made in another order then, so that
-            last bits may differ.
-        async_tp: with ``numerics="fast"``, products may run together with the all-gather that brings their rows, or the
-            reduce-scatter that takes them: "auto" on GPUs of groups with symmetric memory; "on" everywhere, as to plan
-            for ranks that are not here: where there is no such memory one runs after the other; "off" nowhere.
-        profile: the device profile that times are predicted with: a file that ``roamc calibrate`` made, or the name of
-            a shipped one. None takes what was measured on this machine, else the shipped one for the device.
+        memory_budget: most bytes that the step may allocate, such as "6GiB"; "80%" of what eager needs; "min" for the
+            lowest peak; "light" for the lowest peak without recomputing matrix products, convolutions, attention and
+            other heavy operators; "device" for the device's free memory. If no plan fits, it is refused before anything
+            runs. None recomputes only where that costs no time.
+        alignment: bytes, a power of two; every tensor of the arena starts at a multiple, at least of its element size.
+            0 uses the device's own; a smaller one may change the last bits of MKL's matrix products.
+        layout_nodes: node limit of the layout's tree search; 0 skips it.
+        order: name of an ordering algorithm, or "best" to try all and keep the best.
+        disable: names of passes to skip, such as ("reorder",).
+        idle_arena: "keep" the arena's memory between steps, shared by all roamc programs, or "free" it after each step.
+            That lowers memory while other code runs, such as the optimizer, and costs time at every step.
+        strict: raise instead of warning and falling back.
+        max_plans: number of input shapes of one train step or module that keep a plan at the same time.
+        codecs: names of lossy codecs that a plan may use, such as ("name",). Without them every value is exact.
+        tune: autotune the launch shapes of kernels when a program is first built on a GPU, for some seconds, once per
+            machine. Does not change any value.
+        numerics: "exact": every value has the bits of torch's own operators. "fast" allows different last bits:
+            float32 matrix products by oneDNN on a CPU where it is faster; other summation orders on a GPU, where
+            dropouts also keep other elements than eager, with the same probability.
+        shard: for tensor-parallel models. "off": each rank plans alone and no collective is recomputed. "whole": the
+            ranks plan together, so that collectives may be recomputed under a budget. "sequence": also sequence
+            parallelism: norms, dropouts, residuals and other per-token operators run on a part of the tokens of each
+            rank. Sums over the ranks are then computed in another order, so last bits may differ.
+        async_tp: with ``numerics="fast"``, overlap matrix products with the all-gather of their rows or the
+            reduce-scatter of their result: "auto" on GPUs of groups with symmetric memory, "on" everywhere (without
+            such memory one runs after the other), "off" nowhere.
+        profile: device profile for time predictions: a file written by ``roamc calibrate``, or the name of a shipped
+            one. None uses the profile measured on this machine, else the shipped one for the device.
     """
 
     memory_budget: Budget | None = None

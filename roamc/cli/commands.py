@@ -90,36 +90,38 @@ Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
 Vocab = Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Any setting of the model, or argument of the function; repeatable."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the model or argument of the function; repeatable."),
 ]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam or adamw, where the function gives none.")]
-Halves = Annotated[bool, typer.Option("--forward-backward", help="Leave the update out, as torch.compile does.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam or adamw, if the function returns none.")]
+Halves = Annotated[
+    bool, typer.Option("--forward-backward", help="Plan forward and backward only, as torch.compile does.")
+]
 Meta = Annotated[
-    bool, typer.Option("--meta", help="Call the function under the meta device: its weights then take no memory.")
+    bool, typer.Option("--meta", help="Call the function on the meta device, where weights take no memory.")
 ]
-Clip = Annotated[float | None, typer.Option("--clip-grad-norm", help="Clip the 2-norm of all gradients to this.")]
+Clip = Annotated[
+    float | None, typer.Option("--clip-grad-norm", help="Clip the global 2-norm of all gradients to this value.")
+]
 Limit = Annotated[
     list[str] | None,
     typer.Option(
         "--memory-budget",
         metavar="SIZE",
-        help="What the step may allocate at its peak: 6GiB, 80% of what eager holds, min, light (as min, but no matrix "
-        "product or other heavy operator runs again), or device. End with 2 if no plan keeps it. roamc plan takes "
-        "several: one row for each.",
+        help="Most bytes that the step may allocate: 6GiB, 80% of what eager needs, min, light (as min, without "
+        "recomputing matrix products and other heavy operators), or device. Exit code 2 if no plan fits. Repeat it to "
+        "compare budgets with roamc plan.",
     ),
 ]
 Others = Annotated[
     list[str] | None,
-    typer.Option("--option", metavar="KEY=VALUE", help="Any option of roamc, such as order=program; repeatable."),
+    typer.Option("--option", metavar="KEY=VALUE", help="A roamc option, such as order=program; repeatable."),
 ]
 Device = Annotated[
     str,
     typer.Option(
         "--device",
         metavar="cpu|cuda",
-        help="cuda plans for a GPU, which need not be here: nothing is measured. By default for the model's device.",
+        help="cuda plans for a GPU; none is needed. By default the model's device.",
     ),
 ]
 Profile = Annotated[
@@ -127,8 +129,8 @@ Profile = Annotated[
     typer.Option(
         "--profile",
         metavar="NAME|FILE",
-        help="Device profile that times are predicted with: a100, h100, cpu, or a file of roamc calibrate. By default "
-        "h100 with --device cuda.",
+        help="Device profile for time predictions: a100, h100, cpu, or a file written by roamc calibrate. Default with "
+        "--device cuda: h100.",
     ),
 ]
 Ranks = Annotated[
@@ -136,8 +138,8 @@ Ranks = Annotated[
     typer.Option(
         "--mesh",
         metavar="dp=1,pp=8,tp=8",
-        help="Plan what one rank of so many has; the others need not be there. tp splits matrices, pp layers; dp "
-        "changes nothing in a rank's plan. --option shard=sequence also splits activations.",
+        help="Plan one rank of this mesh; the others need not exist. tp splits matrices, pp splits layers; dp does not "
+        "change a rank's plan. --option shard=sequence also splits activations.",
     ),
 ]
 TpPlan = Annotated[
@@ -156,8 +158,8 @@ StageNumber = Annotated[
     typer.Option(
         "--stage",
         metavar="N|all",
-        help="The stage of a pipeline to plan, from 0, which is the default; with all, roamc plan compares the stages "
-        "and shows the fullest.",
+        help="Pipeline stage to plan, from 0 (the default). With all, roamc plan compares the stages and shows the one "
+        "with the highest peak.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of text.")]
@@ -167,7 +169,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 @app.callback(invoke_without_command=True)
 def start(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and end.")] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
     """roamc: a memory compiler for PyTorch training. Example: roamc plan gpt2 --batch 8 --memory-budget 16GiB"""
     if version:
@@ -186,7 +188,7 @@ def plan(
     tp_plan: TpPlan = None, stage: StageNumber = None, as_json: Json = False, debug: Debug = False,
     save: Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Write the plan to a file.")] = None,
 ) -> None:  # fmt: skip
-    """Plan a training step and print its peak. No weight is allocated, nothing runs.
+    """Plan a training step and print its peak memory. Allocates no weights and runs nothing.
 
     Example: roamc plan gpt2-xl --batch 4 --memory-budget 40GiB
     """
@@ -221,28 +223,28 @@ def explain(
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
     option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
     tp_plan: TpPlan = None, stage: StageNumber = None, as_json: Json = False, debug: Debug = False,
-    source: Annotated[bool, typer.Option("--source", help="Print the emitted program, and nothing else.")] = False,
+    source: Annotated[bool, typer.Option("--source", help="Print only the generated program.")] = False,
     graph: Annotated[
-        bool, typer.Option("--graph", help="Print the planned graph, an operator or storage a line, and nothing else.")
+        bool, typer.Option("--graph", help="Print only the planned graph, one line per operator and storage.")
     ] = False,
     graphml: Annotated[
         Path | None,
         typer.Option("--graphml", metavar="PATH", help="Write the planned graph for Gephi, yEd or networkx."),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Draw it, as one HTML page.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write the report as HTML.")] = None,
     curve: Annotated[
         bool | None,
-        typer.Option("--curve/--no-curve", help="Also plan for other peaks: what does a lower one cost? Not by default "
-                     "with --source or --graph."),
+        typer.Option("--curve/--no-curve", help="Also plan for other budgets, to show what a lower peak costs. Off by "
+                     "default with --source and --graph."),
     ] = None,
     kernels: Annotated[
         bool,
-        typer.Option("--kernels", help="With --device cuda: also compile every kernel ahead of time for A100 and H100, "
-                     "and show its registers. Needs Triton; about a second a kernel."),
+        typer.Option("--kernels", help="With --device cuda: also compile every kernel for A100 and H100 and show its "
+                     "registers. Needs Triton; takes about a second per kernel."),
     ] = False,
-    top: Annotated[int, typer.Option("--top", min=1, help="Rows of each list.")] = 10,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of rows per list.")] = 10,
 ) -> None:  # fmt: skip
-    """Why is the peak this big: what lives at the worst step, and which line of the model made it.
+    """Explain a plan: what is live at the peak, what is recomputed or fused, by line of the model.
 
     Example: roamc explain gpt --batch 8 --top 20
     """
@@ -284,20 +286,23 @@ def explain(
 @app.command()
 def layout(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.csv", help="Columns id,lower,upper,size as minimalloc has them.")
+        Path, typer.Argument(metavar="FILE.csv", help="CSV with minimalloc's columns id,lower,upper,size.")
     ],
     capacity: Annotated[
-        str | None, typer.Option("--capacity", metavar="BYTES", help="Stop at this arena; end with 2 if it is not met.")
+        str | None,
+        typer.Option(
+            "--capacity", metavar="BYTES", help="Stop once the arena is this small; exit code 2 if it is not reached."
+        ),
     ] = None,
-    seconds: Annotated[float | None, typer.Option("--seconds", min=0, help="Stop after about this time.")] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", min=0, help="Approximate time limit.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="OUT.csv", help="Write the rows with their offsets.")
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Lay out storages of known lifetimes in one arena, as low as can be. The columns may also be alignment, hint,
-    gaps and offset (fixed in place).
+    """Assign offsets in one arena to buffers with given lifetimes, minimising its size. Optional columns: alignment,
+    hint, gaps and offset (fixed position).
 
     Example: roamc layout A.csv --capacity 1MiB --output out.csv
     """
@@ -317,18 +322,19 @@ def layout(
 
 @app.command(name="calibrate")
 def measure(
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or one of several such as cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or cuda:N.")] = "cpu",
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Write there and not to where roamc looks.")
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Write the profile here instead of to roamc's cache folder."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", hidden=True)] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure how fast this machine runs each kind of operator, for predictions of time. Takes some ten seconds.
+    """Measure how fast this machine runs each kind of operator, for time predictions. Takes about ten seconds.
 
-    Later runs use the result by themselves; --output FILE makes one for --option profile=FILE. Under torchrun the links
-    between its ranks are measured as well: torchrun --nproc-per-node 8 -m roamc calibrate --device cuda
+    Later runs use the result automatically. Under torchrun, the links between the ranks are measured as well:
+    torchrun --nproc-per-node 8 -m roamc calibrate --device cuda
     """
     with _reported(debug, as_json), among_ranks(device, lambda error: _sentence(error, debug)) as ranks:
         if output is not None:
@@ -347,7 +353,7 @@ def measure(
 
 @app.command(name="warm-up")
 def compile_solvers(debug: Debug = False) -> None:
-    """Compile the solvers now, once per installation, so that no plan has to wait for it. Takes about a minute."""
+    """Compile the solvers, once per installation, so that the first plan does not wait. Takes about a minute."""
     with _reported(debug, as_json=False):
         with Stages("compiling the solvers"):
             warm_up()
@@ -356,7 +362,7 @@ def compile_solvers(debug: Debug = False) -> None:
 
 @app.command()
 def models(as_json: Json = False) -> None:
-    """List the built-in models and what can be set."""
+    """List the built-in models and their settings."""
     if as_json:
         _print_json({name: {"about": row.about, "settings": dict(row.settings)} for name, row in MODELS.items()})
         return
@@ -366,20 +372,20 @@ def models(as_json: Json = False) -> None:
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of each side.")] = 30,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of each run.")] = 30,
     batch: Annotated[int, typer.Option("--batch", min=1, hidden=True)] = 4,
     seq: Annotated[int, typer.Option("--seq", "--sequence", min=1, hidden=True)] = 192,
     layers: Annotated[int, typer.Option("--layers", min=1, hidden=True)] = 6,
     width: Annotated[int, typer.Option("--width", min=1, hidden=True)] = 384,
     heads: Annotated[int, typer.Option("--heads", min=1, hidden=True)] = 6,
     memory_budget: Annotated[
-        str, typer.Option("--memory-budget", metavar="SIZE", help="Of the third side; as for roamc plan.")
+        str, typer.Option("--memory-budget", metavar="SIZE", help="Budget of the third run, as for roamc plan.")
     ] = "50%",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a small language model in eager PyTorch, with roamc, and with roamc under a memory budget, in step; compare
-    losses, memory and time.
+    """Train a small language model with eager PyTorch, with roamc, and with roamc under a memory budget, and compare
+    loss, memory and time.
     """
     with _reported(debug, as_json):
         parse_budget(memory_budget)

@@ -20,12 +20,12 @@ from roamc.planning.planned import SMALLER
 
 @dataclass(frozen=True)
 class Fit:
-    """The largest size whose plan keeps the budget.
+    """The largest size whose plan fits the budget.
 
     Attributes:
         size: the size.
         plan: the plan of the step of this size.
-        too_large: the smallest size that was tried and does not fit; None if all fit that were tried.
+        too_large: the smallest size that was tried and does not fit; None if all sizes tried fit.
     """
 
     size: int
@@ -42,27 +42,25 @@ def max_batch(
     forward_backward: bool = False,
     **options: Any,
 ) -> Fit:
-    """Find the largest ``size`` for which a plan of ``make(size)`` keeps ``memory_budget``. Nothing runs.
+    """Find the largest ``size`` for which a plan of ``make(size)`` fits ``memory_budget``. Nothing runs.
 
-    Sizes are doubled while they fit, then bisected; this takes for granted that every size below one that fits also
-    fits.
+    Sizes are doubled while they fit, then bisected; this assumes that every size below one that fits also fits.
 
     Args:
         make: called on the meta device, where tensors take no memory; returns ``(model, inputs)``,
-            ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)`` for a batch, a sequence, or
-            whatever else is to grow to ``size``.
-        memory_budget: as the option of that name.
-        smallest: the first size that is tried; some models, such as those with batch norm, cannot do with 1.
-        largest: no larger size is tried.
+            ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)`` for a batch size, sequence length or
+            other dimension ``size``.
+        memory_budget: bytes, or "device"; see the option of that name.
+        smallest: first size to try. Some models, such as those with batch norm, cannot run with 1.
+        largest: largest size to try.
         forward_backward: plan without the optimizer's update, as for ``torch.compile``.
         options: see :class:`roamc.options.Options`.
 
     Raises:
         BudgetError: not even the smallest size fits.
-        OptionError: an option is unknown or out of range; the budget is a share of what eager holds, which grows
+        OptionError: an option is unknown or out of range, or the budget is a share of what eager needs, which grows
             with the batch.
-        CaptureError: the function does not return what it should, a model that was built outside of it, or the same
-            step whatever the size.
+        CaptureError: the function returns something else, a model built outside of it, or the same step for all sizes.
     """
     parsed = parse_options({**options, "memory_budget": memory_budget})
     if not callable(make):

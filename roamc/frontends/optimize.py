@@ -31,18 +31,18 @@ _RECORDS: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictiona
 
 
 def optimize(model: nn.Module, **options: Any) -> nn.Module:
-    """Compile ``model`` in place with roamc and return it; names in its ``state_dict`` stay as they are.
+    """Compile ``model`` in place with roamc and return it. Names in its ``state_dict`` do not change.
 
-    Nothing is planned before the first call. Gradients arrive in ``.grad`` as ever; any optimizer, loss and loop works.
-    Where torch.compile runs a whole call in eager, a warning says so; with option ``strict`` the call ends in an error.
-    A deep copy or a pickle of the model is a plain module: call ``optimize`` on it again.
+    Planning happens at the first call. Gradients arrive in ``.grad`` as usual, so any optimizer, loss and training loop
+    works. If torch.compile runs a whole call in eager, a warning says so, or an error with option ``strict``. A deep
+    copy or pickle of the model is a plain module: call ``optimize`` on it again.
 
     Args:
         model: the module.
         options: see :class:`roamc.options.Options`.
 
     Raises:
-        CaptureError: ``model`` is no module, or torch.compile has given it to a backend already.
+        CaptureError: ``model`` is not a module, or is compiled with another backend already.
         OptionError: an option is unknown or out of range.
     """
     check_module(model, "optimize")
@@ -66,34 +66,33 @@ def train_step(
     clip_grad_norm: float | None = None,
     **options: Any,
 ) -> TrainStep:
-    """Make a function that runs a whole training step as one planned program: forward, loss, backward and update.
+    """Compile a whole training step into one planned program: forward, loss, backward and optimizer update.
 
     Args:
         model: called by ``loss_fn``. Parameters may be on the meta device, for planning only.
         loss_fn: ``loss_fn(model, *batch, **named)`` returns a scalar tensor.
         optimizer: torch.optim.SGD, Adam or AdamW over the model's parameters. Learning-rate schedulers work.
-        clip_grad_norm: clip the global 2-norm of all gradients to this, as ``torch.nn.utils.clip_grad_norm_``.
+        clip_grad_norm: clip the global 2-norm of all gradients to this, like ``torch.nn.utils.clip_grad_norm_``.
         options: see :class:`roamc.options.Options`.
 
     Returns:
-        ``step(*batch, **named) -> loss``, detached. Parameters, buffers and optimizer state change in place, so that
-        ``state_dict()`` of both saves and loads as usual. ``.grad`` stays None: gradients die at their update. A
-        tensor of the batch that requires a gradient gets it added to its ``.grad``, as by ``backward()``.
+        ``step(*batch, **named) -> loss``, detached. Parameters, buffers and optimizer state are updated in place, so
+        ``state_dict()`` saves and loads as usual. ``.grad`` stays None: each gradient is freed after its update. Batch
+        tensors that require a gradient get it accumulated into their ``.grad``, as by ``backward()``.
 
-    The batch may be any nest of lists, tuples, dicts, dataclasses and their like with tensors, numbers and strings in
-    it. A number is a part of the program: another number gets another plan; hand over a tensor instead.
+    The batch may be any nest of lists, tuples, dicts, dataclasses and the like, with tensors, numbers and strings.
+    Numbers are constants of the program: another number makes another plan. Pass a tensor to avoid that.
 
-    What Python reads during the first call with a batch of some shape is fixed for that shape. Modules, what tracing
-    reads of them, groups of the optimizer, and what the loss function names are watched, and what it reads of objects
-    that it names: a change makes another plan. What Python writes beside tensors (lists, counters, prints) it writes in
-    that call only. Ctrl-C waits until tracing is over; pressed once more, it does not.
+    What Python reads during tracing is fixed for that batch shape. Modules, optimizer groups, and what the loss
+    function reads of the objects that it names are watched: a change makes a new plan. Side effects of Python (lists,
+    counters, prints) happen during tracing only. Ctrl-C waits for tracing to end; a second Ctrl-C does not.
 
-    Hooks of modules, of tensors inside the model, and ``Tensor.register_hook`` of parameters become a part of the
-    program. Hooks of the optimizer's step run at every step, but pre-hooks run before forward: one may set what the
-    update reads, such as a learning rate, and must draw no random numbers. Hooks that read ``.grad``, that only look at
-    a gradient, or pre-hooks that write to parameters are refused at the first call, by name.
+    Hooks of modules, of tensors inside the model, and ``Tensor.register_hook`` of parameters become part of the
+    program. Optimizer step hooks run at every step; pre-hooks run before forward, so they may set what the update
+    reads, such as a learning rate, but must not draw random numbers. Hooks that read ``.grad`` or only look at a
+    gradient, and pre-hooks that write to parameters, are refused by name at the first call.
 
-    ``torch.amp.GradScaler`` scales between backward and update, where a planned step lets nobody in: use bfloat16.
+    ``torch.amp.GradScaler`` is not supported, as it scales between backward and update: use bfloat16.
 
     Raises:
         CaptureError: the optimizer is not supported, or an argument is not what it should be.
@@ -113,32 +112,40 @@ def plan(
     stage: int | None = None,
     **keywords: Any,
 ) -> Plan:
-    """Plan a step without running anything: no weight is read or allocated.
+    """Plan a step without running it. No weight is read or allocated.
 
-    With ``loss_fn`` and ``optimizer`` the whole step is planned, as :func:`train_step` would run it; without,
-    forward and backward of ``model(*batch)``, as ``torch.compile`` would run them. Model and batch may be on the
-    meta device and far larger than memory.
+    With ``loss_fn`` and ``optimizer`` the whole step is planned, as :func:`train_step` would run it; without them,
+    forward and backward of ``model(*batch)``, as with ``torch.compile``. Model and batch may be on the meta device and
+    larger than memory.
 
-    Keywords that name options are options, see :class:`roamc.options.Options`. Of the others, those belong to the
-    batch that hold tensors, or that ``loss_fn`` (without it ``model.forward``) names among its arguments. Where a batch
-    has a keyword that is also an option's name: ``train_step(...).plan(...)``, whose keywords are all the batch's.
+    Keywords that name options are options, see :class:`roamc.options.Options`. Other keywords belong to the batch if
+    they hold tensors or name a parameter of ``loss_fn`` (without it, of ``model.forward``). If a batch keyword has the
+    name of an option, use ``train_step(...).plan(...)``, whose keywords all belong to the batch.
 
-    With ``mesh``, such as ``{"tp": 8}``, one rank's part of the model is planned; no other rank has to be there.
-    ``tp_plan`` then maps patterns of layers' names to "colwise" (a rank has a part of an ``nn.Linear``'s outputs) or
-    "rowwise" (of its inputs), such as ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; by default the
-    model's attribute ``tp_plan`` does, which models of transformers have. Axis ``dp`` changes nothing in a rank's plan.
-    With ``pp`` in the mesh the model is one stage of a pipeline, the one that ``stage`` numbers from 0: ``pp - stage``
-    micro-batches are in flight, and a budget counts what they hold.
+    Args:
+        model: the module; one stage of a pipeline if ``mesh`` has ``pp``.
+        batch: arguments of ``loss_fn`` after the model, or of the model.
+        loss_fn: as for :func:`train_step`.
+        optimizer: as for :func:`train_step`.
+        clip_grad_norm: as for :func:`train_step`.
+        mesh: plan one rank of this mesh, such as ``{"tp": 8}``; the other ranks need not exist. ``dp`` does not change
+            a rank's plan.
+        tp_plan: patterns of layer names to "colwise" (splits the outputs of an ``nn.Linear``) or "rowwise" (splits its
+            inputs), such as ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. Default: the model's attribute
+            ``tp_plan``, which transformers models have.
+        stage: number of the pipeline stage, from 0. It has ``pp - stage`` micro-batches in flight, all of which a
+            budget covers.
+        keywords: options, and keyword arguments of the batch.
 
-    In a process group, each rank plans what a step takes if all ranks have the same, and waits for no other; a note of
-    the plan says so.
+    Inside a process group this does not communicate. The plan assumes that all ranks have the same graph and options; a
+    note says so.
 
     Raises:
-        RoamcError: only one of ``loss_fn`` and ``optimizer`` was given.
+        RoamcError: only one of ``loss_fn`` and ``optimizer`` is given.
         CaptureError: the model or ``loss_fn`` cannot be called with the batch, or what it does cannot be captured.
-        OptionError: a keyword is no option and does not belong to the batch, an option is out of range, or the mesh
-            does not fit the model.
-        BudgetError: the plan does not fit ``memory_budget``.
+        OptionError: a keyword is neither an option nor part of the batch, an option is out of range, or the mesh does
+            not fit the model.
+        BudgetError: no plan fits ``memory_budget``.
     """
     check_module(model, "plan")
     if (loss_fn is None) != (optimizer is None):
@@ -222,13 +229,13 @@ def _keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def plans(compiled: nn.Module | TrainStep | None = None) -> list[Plan]:
-    """Return the plans behind an optimized module, oldest first, or a train step, least recently used first.
+    """Return the plans of an optimized module, oldest first, or of a train step, least recently used first.
 
-    With no argument: the latest plans that ``optimize`` and ``torch.compile(model, backend="roamc")`` have made in this
-    process, oldest first.
+    Without an argument: the latest plans of ``optimize`` and ``torch.compile(model, backend="roamc")`` in this process,
+    oldest first.
 
     Raises:
-        RoamcError: the object was not made by :func:`optimize` or :func:`train_step`.
+        RoamcError: the object does not come from :func:`optimize` or :func:`train_step`.
     """
     if compiled is None:
         return list(LATEST)

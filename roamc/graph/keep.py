@@ -13,18 +13,15 @@ KEY, KEEP = "roamc", "keep"
 
 
 def keep() -> AbstractContextManager[object]:
-    """Return a context manager for a model's forward: what is made inside stays until its last reader.
-
-    No budget has it recomputed or encoded.
+    """Return a context manager for a model's forward. Values computed inside are never recomputed or encoded.
 
     >>> def forward(self, x):
     ...     with roamc.keep():
     ...         h = self.expensive(x)
     ...     return self.head(h)
 
-    To have a part recomputed whatever the budget, use ``torch.utils.checkpoint``, which roamc leaves as it is. Inside
-    such a region ``keep`` has no effect: what the region recomputes is recomputed. What a selective policy must save
-    (``CheckpointPolicy.MUST_SAVE``) is kept as if it were made inside ``keep``.
+    To force recomputation, use ``torch.utils.checkpoint``, which roamc respects. ``keep`` has no effect inside such a
+    region. What a selective policy must save (``CheckpointPolicy.MUST_SAVE``) is kept as if computed inside ``keep``.
     """
     return traceback.annotate({KEY: KEEP})
 

@@ -146,7 +146,7 @@ class Plan:
             *self._workspace_rows(),
             *self._budget_rows(),
             ("eager's peak", format_bytes(self.baseline_bytes), f"same graph, program order{one}"),
-            ("lower bound", format_bytes(self.bound_bytes), "of live bytes, any order"),
+            ("lower bound", format_bytes(self.bound_bytes), "on live bytes, for any order"),
             ("arena", format_bytes(self.arena_bytes), f"fragmentation {self.fragmentation:.3%}"),
             ("fixed", format_bytes(sum(self.fixed_bytes.values())), _parts(self.fixed_bytes)),
             ("status", self.status, ""),
@@ -155,7 +155,11 @@ class Plan:
     def _workspace_rows(self) -> tuple[tuple[str, str, str], ...]:
         others = f"the other {self.in_flight - 1}" if self.in_flight > 2 else "the other one"
         rows = [
-            ("in flight", self.waiting_bytes, f"more, saved for {others} of {self.in_flight} micro-batches in flight"),
+            (
+                "in flight",
+                self.waiting_bytes,
+                f"on top of the peak: saved for {others} of {self.in_flight} micro-batches",
+            ),
             ("workspace", self.needed_bytes - self.peak_bytes - self.waiting_bytes, _INSIDE),
         ]
         if self.in_flight > 1:
@@ -174,16 +178,16 @@ class Plan:
     def _budget_remark(self) -> str:
         if not self.budget_bytes or self.needed_bytes <= self.budget_bytes:
             return ""
-        return f"not kept: {format_bytes(self.needed_bytes)} are needed"
+        return f"exceeded: {format_bytes(self.needed_bytes)} needed"
 
     def _added_remark(self) -> str:
         decision = self.decisions.get("retain", {})
         again, smaller = len(decision.get("reruns", ())), len(decision.get("codes", ()))
         if not again and not smaller:
-            return "nothing has to run again"
-        least = f"; at least {self.added_bound_seconds / self.step_seconds:.1%}" if self.added_bound_seconds else ""
-        codes = f", {smaller} {'values are' if smaller > 1 else 'value is'} kept in fewer bytes" if smaller else ""
-        return f"predicted: {again} {'operator runs' if again == 1 else 'operators run'} again{codes}{least}"
+            return "nothing is recomputed"
+        bound = f"; lower bound {self.added_bound_seconds / self.step_seconds:.1%}" if self.added_bound_seconds else ""
+        codes = f", {smaller} {'value' if smaller == 1 else 'values'} encoded" if smaller else ""
+        return f"predicted; {again} {'operator' if again == 1 else 'operators'} recomputed{codes}{bound}"
 
     def __str__(self) -> str:
         lines = [f"plan of {self.name}"]
@@ -191,7 +195,7 @@ class Plan:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-_INSIDE = "more, inside operators and for objects, estimated"
+_INSIDE = "on top of the peak: operator workspace and tensor objects, estimated"
 
 
 def _against(value: Bytes, base: Bytes, of: str) -> str:

@@ -93,7 +93,7 @@ def show_source(out: Console, source: str) -> None:
 
 def show_kernels(out: Console, reports: Sequence[KernelReport]) -> None:
     """Print what each kernel of ``reports`` takes of the GPUs that it was compiled for to ``out``."""
-    _heading(out, "kernels compiled ahead of time, a thread's registers and spilled bytes; nothing has run")
+    _heading(out, "kernels compiled ahead of time: registers and spilled bytes per thread; nothing was run")
     if not reports:
         out.print("  none: no group runs as a kernel; --device cuda plans for a GPU", markup=False)
         return
@@ -130,7 +130,7 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
         )
         for point in points
     ]
-    headings = ("budget", "needs", "of eager's", "added time", "at least", "reruns", "")
+    headings = ("budget", "needs", "of eager's", "added time", "lower bound", "recomputed", "")
     show_rows(out, headings, rows, right=(0, 1, 2, 3, 4, 5))
 
 
@@ -165,7 +165,9 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     layout, reuse = plan.decisions.get("layout", {}), plan.decisions.get("reuse", {})
     tried = plan.decisions.get("reorder", {}).get("laid_out", ())
     again = (
-        (("orders tried", str(len(tried)), "of no higher peak, as the arena of the first fell short"),) if tried else ()
+        (("orders tried", str(len(tried)), "with the same peak, as the first order's arena was fragmented"),)
+        if tried
+        else ()
     )
     return (
         ("arena", format_bytes(plan.arena_bytes), f"by {layout.get('algorithm')}, {layout.get('status')}"),
@@ -189,7 +191,7 @@ def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
         (
             "reused",
             format_bytes(reuse.get("nbytes", 0)),
-            f"{len(reuse.get('overwrites', ()))} results written over an argument",
+            f"{len(reuse.get('overwrites', ()))} results written in place over an input",
         ),
         *again,
     )
@@ -216,8 +218,8 @@ def _bytes_of(parts: Mapping[str, Bytes]) -> str:
 def _show_curve(out: Console, report: Explanation) -> None:
     if report.curve is None:
         return
-    _heading(out, "bytes needed against added time: plans for other budgets, and the least that any reruns add")
-    headings = ("needs", "of eager's", "added time", "at least", f"{'#' * 3} at least, {'-' * 3} added", "")
+    _heading(out, "memory against time: plans for other budgets, and the lower bound on their added time")
+    headings = ("needs", "of eager's", "added time", "lower bound", f"{'#' * 3} bound, {'-' * 3} added", "")
     show_rows(out, headings, curve_rows(report.curve, report.plan.baseline_needed_bytes), right=(0, 1, 2, 3))
 
 
@@ -250,8 +252,8 @@ def _show_peak(out: Console, title: str, peak: Peak, top: int) -> None:
     out.print(f"  {format_bytes(peak.live_bytes)} live at step {peak.step + 1} of {peak.steps}", markup=False)
     out.print(f"  step       {peak.name} ({short(peak.operator)}), {peak.phase}{at}", markup=False, soft_wrap=True)
     out.print(f"  by kind    {_bytes_of(peak.by_kind)}", markup=False, soft_wrap=True)
-    out.print(f"  made in    {_bytes_of(peak.by_phase)}", markup=False, soft_wrap=True)
-    out.print(f"  most in    {_bytes_of(peak.phase_peaks)}", markup=False, soft_wrap=True)
+    out.print(f"  created in {_bytes_of(peak.by_phase)}", markup=False, soft_wrap=True)
+    out.print(f"  peak in    {_bytes_of(peak.phase_peaks)}", markup=False, soft_wrap=True)
     out.print()
     _show_groups(out, peak, top)
     out.print()
@@ -302,7 +304,7 @@ def _show_rest(out: Console, sizes: list[Bytes]) -> None:
 def _show_dropped(out: Console, report: Explanation, top: int) -> None:
     if not report.dropped:
         return
-    _heading(out, "dropped after its last reader and made again for the next, to keep the budget")
+    _heading(out, "recomputed to fit the budget")
     rows = [
         (
             format_bytes(d.nbytes),
@@ -321,7 +323,7 @@ def _show_dropped(out: Console, report: Explanation, top: int) -> None:
 def _show_smaller(out: Console, report: Explanation, top: int) -> None:
     if not report.smaller:
         return
-    _heading(out, "kept in fewer bytes for backward, to keep the budget")
+    _heading(out, "encoded to fit the budget")
     rows = [
         (
             format_bytes(s.before),
@@ -334,7 +336,7 @@ def _show_smaller(out: Console, report: Explanation, top: int) -> None:
         )
         for s in report.smaller[:top]
     ]
-    headings = ("bytes", "kept as", "storages", "of a step", "codec", "operator", "line")
+    headings = ("bytes", "encoded", "storages", "of a step", "codec", "operator", "line")
     show_rows(out, headings, rows, right=(0, 1, 2, 3))
     _show_rest(out, [s.before for s in report.smaller[top:]])
 
@@ -342,18 +344,18 @@ def _show_smaller(out: Console, report: Explanation, top: int) -> None:
 def _show_grouped(out: Console, grouped: tuple[Grouped, ...], top: int) -> None:
     if not grouped:
         return
-    _heading(out, "operators that run as one; values inside have no storage")
+    _heading(out, "fused operators; values inside take no memory")
     rows = [
         (g.source, g.operators, str(g.count), format_bytes(g.nbytes), format_bytes(g.rebuilt) if g.rebuilt else "")
         for g in grouped[:top]
     ]
-    show_rows(out, ("line", "operators", "groups", "bytes inside", "rebuilt, not saved"), rows, right=(2, 3, 4))
+    show_rows(out, ("line", "operators", "groups", "bytes inside", "recomputed inside"), rows, right=(2, 3, 4))
 
 
 def _show_allocating(out: Console, allocating: tuple[Allocating, ...], top: int) -> None:
     if not allocating:
         return
-    _heading(out, "operators without an out= form, bytes per step")
+    _heading(out, "operators without an out= variant, bytes per step")
     rows = [
         (short(a.operator), str(a.calls), format_bytes(a.copied_bytes), format_bytes(a.allocator_bytes))
         for a in allocating[:top]
@@ -366,7 +368,7 @@ def _show_orders(out: Console, report: Explanation) -> None:
         return
     _heading(out, f"orders tried (lower bound {format_bytes(report.plan.bound_bytes)})")
     rows = [
-        (name, format_bytes(peak), f"{peak / report.eager.live_bytes:.4f}", "taken" if name == report.order else "")
+        (name, format_bytes(peak), f"{peak / report.eager.live_bytes:.4f}", "chosen" if name == report.order else "")
         for name, peak in report.candidates
     ]
     show_rows(out, ("order", "peak", "of eager's", ""), rows, right=(1, 2))

@@ -201,7 +201,7 @@ def test_explain_says_what_is_kept_in_fewer_bytes() -> None:
     assert {row["operator"] for row in data["smaller"]} == {"roamc.dropout_mask.default"}
     spent = sum(row["seconds"] for key in ("dropped", "smaller") for row in data[key])
     assert spent == pytest.approx(data["plan"]["added_seconds"])
-    shown = run(*asked).stdout.partition("kept in fewer bytes for backward")[2]
+    shown = run(*asked).stdout.partition("encoded to fit the budget")[2]
     assert re.search(r"kept as +storages .*\n.*bits +roamc.dropout_mask", shown)
 
 
@@ -210,7 +210,7 @@ def test_explain_says_what_is_made_again() -> None:
     assert data["dropped"]
     assert sum(row["runs"] for row in data["dropped"]) == len(data["plan"]["decisions"]["retain"]["reruns"])
     assert sum(row["seconds"] for row in data["dropped"]) == pytest.approx(data["plan"]["added_seconds"])
-    assert "made again for the next" in run("explain", "gpt", *SMALL, "--memory-budget", "60%").stdout
+    assert "recomputed to fit the budget" in run("explain", "gpt", *SMALL, "--memory-budget", "60%").stdout
     said = run("explain", "gpt", *SMALL, "--memory-budget", "60%", "--memory-budget", "min", code=1).stderr
     assert "roamc plan compares several" in said
 
