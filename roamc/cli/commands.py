@@ -25,6 +25,7 @@ import roamc
 from roamc import files
 from roamc.budget import parse_budget
 from roamc.cli import layout_file
+from roamc.cli.asked import Asked, asking
 from roamc.cli.calibration import measured, stored
 from roamc.cli.demo.race import race
 from roamc.cli.demo.show import show
@@ -75,93 +76,9 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False)
 
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME|FILE.py:FUNCTION",
-        help="A built-in model (see roamc models), or a function that returns (model, inputs[, loss_fn[, optimizer]]).",
-    ),
-]
-Batch = Annotated[int | None, typer.Option("--batch", help="Batch size.")]
-Seq = Annotated[int | None, typer.Option("--seq", "--sequence", help="Sequence length.")]
-Layers = Annotated[int | None, typer.Option("--layers", help="Number of layers.")]
-Width = Annotated[int | None, typer.Option("--width", help="Width of the residual stream.")]
-Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
-Vocab = Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the model or argument of the function; repeatable."),
-]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam or adamw, if the function returns none.")]
-Halves = Annotated[
-    bool, typer.Option("--forward-backward", help="Plan forward and backward only, as torch.compile does.")
-]
-Meta = Annotated[
-    bool, typer.Option("--meta", help="Call the function on the meta device, where weights take no memory.")
-]
-Clip = Annotated[
-    float | None, typer.Option("--clip-grad-norm", help="Clip the global 2-norm of all gradients to this value.")
-]
-Limit = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--memory-budget",
-        metavar="SIZE",
-        help="Most bytes that the step may allocate: 6GiB, 80% of what eager needs, min, light (as min, without "
-        "recomputing matrix products and other heavy operators), or device. Exit code 2 if no plan fits. Repeat it to "
-        "compare budgets with roamc plan.",
-    ),
-]
-Others = Annotated[
-    list[str] | None,
-    typer.Option("--option", metavar="KEY=VALUE", help="A roamc option, such as order=program; repeatable."),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        metavar="cpu|cuda",
-        help="cuda plans for a GPU; none is needed. By default the model's device.",
-    ),
-]
-Profile = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        metavar="NAME|FILE",
-        help="Device profile for time predictions: a100, h100, cpu, or a file written by roamc calibrate. Default with "
-        "--device cuda: h100.",
-    ),
-]
-Ranks = Annotated[
-    str | None,
-    typer.Option(
-        "--mesh",
-        metavar="dp=1,pp=8,tp=8",
-        help="Plan one rank of this mesh; the others need not exist. tp splits matrices, pp splits layers; dp does not "
-        "change a rank's plan. --option shard=sequence also splits activations.",
-    ),
-]
-TpPlan = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tp-plan",
-        metavar="PATTERN=WORD",
-        help="How tp splits layers, such as 'layers.*.up=colwise', where the model does not say it; repeatable.",
-    ),
-]
 ALL = "all"
 """What ``--stage`` takes beside a number."""
 
-StageNumber = Annotated[
-    str | None,
-    typer.Option(
-        "--stage",
-        metavar="N|all",
-        help="Pipeline stage to plan, from 0 (the default). With all, roamc plan compares the stages and shows the one "
-        "with the highest peak.",
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of text.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -180,26 +97,21 @@ def start(
 
 
 @app.command()
+@asking
 def plan(
-    target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
-    heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
-    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
-    option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
-    tp_plan: TpPlan = None, stage: StageNumber = None, as_json: Json = False, debug: Debug = False,
+    asked: Asked, as_json: Json = False, debug: Debug = False,
     save: Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Write the plan to a file.")] = None,
 ) -> None:  # fmt: skip
     """Plan a training step and print its peak memory. Allocates no weights and runs nothing.
 
     Example: roamc plan gpt2-xl --batch 4 --memory-budget 40GiB
     """
-    sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
-    budgets = memory_budget or []
+    budgets = asked.budgets
     with _reported(debug, as_json):
-        number = None if stage == ALL else _stage_number(stage, f", or {ALL}")
-        request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
-                          budgets[0] if len(budgets) == 1 else None, tuple(option or ()), device, profile, mesh,
-                          tuple(tp_plan or ()), number)  # fmt: skip
-        if stage == ALL:
+        number = None if asked.stage == ALL else _stage_number(asked.stage, f", or {ALL}")
+        budget = budgets[0] if len(budgets) == 1 else None
+        request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
+        if asked.stage == ALL:
             _stages(request, budgets, save, as_json)
             return
         if len(budgets) > 1:
@@ -217,12 +129,9 @@ def plan(
 
 
 @app.command()
+@asking
 def explain(
-    target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
-    heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
-    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
-    option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
-    tp_plan: TpPlan = None, stage: StageNumber = None, as_json: Json = False, debug: Debug = False,
+    asked: Asked, as_json: Json = False, debug: Debug = False,
     source: Annotated[bool, typer.Option("--source", help="Print only the generated program.")] = False,
     graph: Annotated[
         bool, typer.Option("--graph", help="Print only the planned graph, one line per operator and storage.")
@@ -248,15 +157,13 @@ def explain(
 
     Example: roamc explain gpt --batch 8 --top 20
     """
-    sizes = {"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
     with _reported(debug, as_json):
         if source and graph:
             raise OptionError("--source and --graph print one text each: give one of them")
         if kernels and (source or graph):
             raise OptionError("--kernels adds to the report, which --source and --graph leave out")
-        request = Request(target, sizes, tuple(sets or ()), optimizer, forward_backward, meta, clip_grad_norm,
-                          _only(memory_budget), tuple(option or ()), device, profile, mesh,
-                          tuple(tp_plan or ()), _stage_number(stage))  # fmt: skip
+        budget, number = _only(asked.budgets), _stage_number(asked.stage)
+        request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
         traced = not (source or graph) if curve is None else curve
         if graphml is not None:
             _check_writable(graphml)
@@ -406,7 +313,7 @@ def main() -> None:
     app(prog_name="roamc")
 
 
-def _several(request: Request, budgets: list[str], save: Path | None, as_json: bool) -> None:
+def _several(request: Request, budgets: tuple[str, ...], save: Path | None, as_json: bool) -> None:
     """Print one row for each budget; end with code 2 if one cannot be kept."""
     if save is not None:
         raise OptionError("--save writes one plan: give one --memory-budget")
@@ -420,7 +327,7 @@ def _several(request: Request, budgets: list[str], save: Path | None, as_json: b
         raise _DoesNotFit(DOES_NOT_FIT)
 
 
-def _stages(request: Request, budgets: list[str], save: Path | None, as_json: bool) -> None:
+def _stages(request: Request, budgets: tuple[str, ...], save: Path | None, as_json: bool) -> None:
     """Print one row for each stage of a pipeline, and the plan of the fullest; end with code 2 if one does not fit."""
     if save is not None or len(budgets) > 1:
         raise OptionError(
@@ -447,8 +354,8 @@ def _stage_number(stage: str | None, others: str = "") -> int | None:
     raise OptionError(f"--stage takes the number of one stage, from 0{others}, not {stage[:60]!r}")
 
 
-def _only(budgets: list[str] | None) -> str | None:
-    if budgets and len(budgets) > 1:
+def _only(budgets: tuple[str, ...]) -> str | None:
+    if len(budgets) > 1:
         raise OptionError("one --memory-budget is explained at a time; roamc plan compares several")
     return budgets[0] if budgets else None
 

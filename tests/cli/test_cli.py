@@ -187,7 +187,7 @@ def test_explain_shows_what_lower_peaks_cost() -> None:
     assert json.loads(run("explain", "gpt", *SMALL, "--no-curve", "--json").stdout)["curve"] is None
 
 
-def test_explain_says_what_is_kept_in_fewer_bytes() -> None:
+def test_explain_says_what_is_encoded() -> None:
     sizes = ("--batch", "8", "--seq", "64", "--layers", "1", "--width", "128", "--heads", "4", "--vocab", "64")
     for share in range(75, 40, -5):  # the first budget for which a mask is worth packing
         asked = ("explain", "gpt", *sizes, "--set", "dropout=0.1", "--no-curve", "--memory-budget", f"{share}%")
@@ -202,10 +202,10 @@ def test_explain_says_what_is_kept_in_fewer_bytes() -> None:
     spent = sum(row["seconds"] for key in ("dropped", "smaller") for row in data[key])
     assert spent == pytest.approx(data["plan"]["added_seconds"])
     shown = run(*asked).stdout.partition("encoded to fit the budget")[2]
-    assert re.search(r"kept as +storages .*\n.*bits +roamc.dropout_mask", shown)
+    assert re.search(r"encoded +storages .*\n.*bits +roamc.dropout_mask", shown)
 
 
-def test_explain_says_what_is_made_again() -> None:
+def test_explain_says_what_is_recomputed() -> None:
     data = json.loads(run("explain", "gpt", *SMALL, "--memory-budget", "60%", "--json").stdout)
     assert data["dropped"]
     assert sum(row["runs"] for row in data["dropped"]) == len(data["plan"]["decisions"]["retain"]["reruns"])

@@ -1,0 +1,152 @@
+"""The arguments that ``roamc plan`` and ``roamc explain`` share: what to plan, for which device, with which options."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from roamc.cli.request import Request
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE.py:FUNCTION",
+        help="A built-in model (see roamc models), or a function that returns (model, inputs[, loss_fn[, optimizer]]).",
+    ),
+]
+Batch = Annotated[int | None, typer.Option("--batch", help="Batch size.")]
+Seq = Annotated[int | None, typer.Option("--seq", "--sequence", help="Sequence length.")]
+Layers = Annotated[int | None, typer.Option("--layers", help="Number of layers.")]
+Width = Annotated[int | None, typer.Option("--width", help="Width of the residual stream.")]
+Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
+Vocab = Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the model or argument of the function; repeatable."),
+]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam or adamw, if the function returns none.")]
+Halves = Annotated[
+    bool, typer.Option("--forward-backward", help="Plan forward and backward only, as torch.compile does.")
+]
+Meta = Annotated[
+    bool, typer.Option("--meta", help="Call the function on the meta device, where weights take no memory.")
+]
+Clip = Annotated[
+    float | None, typer.Option("--clip-grad-norm", help="Clip the global 2-norm of all gradients to this value.")
+]
+Limit = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--memory-budget",
+        metavar="SIZE",
+        help="Most bytes that the step may allocate: 6GiB, 80% of what eager needs, min, light (as min, without "
+        "recomputing matrix products and other heavy operators), or device. Exit code 2 if no plan fits. Repeat it to "
+        "compare budgets with roamc plan.",
+    ),
+]
+Others = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="A roamc option, such as order=program; repeatable."),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="cpu|cuda",
+        help="cuda plans for a GPU; none is needed. By default the model's device.",
+    ),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME|FILE",
+        help="Device profile for time predictions: a100, h100, cpu, or a file written by roamc calibrate. Default with "
+        "--device cuda: h100.",
+    ),
+]
+Ranks = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="dp=1,pp=8,tp=8",
+        help="Plan one rank of this mesh; the others need not exist. tp splits matrices, pp splits layers; dp does not "
+        "change a rank's plan. --option shard=sequence also splits activations.",
+    ),
+]
+TpPlan = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tp-plan",
+        metavar="PATTERN=WORD",
+        help="How tp splits layers, such as 'layers.*.up=colwise', where the model does not say it; repeatable.",
+    ),
+]
+StageNumber = Annotated[
+    str | None,
+    typer.Option(
+        "--stage",
+        metavar="N|all",
+        help="Pipeline stage to plan, from 0 (the default). With all, roamc plan compares the stages and shows the one "
+        "with the highest peak.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the shared arguments say.
+
+    Attributes:
+        request: without a budget and a stage.
+        budgets: each ``--memory-budget``.
+        stage: the text of ``--stage``; None if it is left out.
+    """
+
+    request: Request
+    budgets: tuple[str, ...]
+    stage: str | None
+
+
+def _asked(
+    target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
+    heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
+    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
+    option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
+    tp_plan: TpPlan = None, stage: StageNumber = None,
+) -> Asked:  # fmt: skip
+    request = Request(
+        target,
+        sizes={"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab},
+        sets=tuple(sets or ()),
+        optimizer=optimizer,
+        forward_backward=forward_backward,
+        meta=meta,
+        clip_grad_norm=clip_grad_norm,
+        options=tuple(option or ()),
+        device=device,
+        profile=profile,
+        mesh=mesh,
+        tp_plan=tuple(tp_plan or ()),
+    )
+    return Asked(request, tuple(memory_budget or ()), stage)
+
+
+def asking(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` with the shared arguments in the place of its first parameter, an :class:`Asked`."""
+    shared = inspect.signature(_asked, eval_str=True).parameters
+    own = inspect.signature(command, eval_str=True)
+    _, *others = own.parameters.values()
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        asked = _asked(**{name: arguments.pop(name) for name in shared})
+        command(asked, **arguments)
+
+    run.__signature__ = own.replace(parameters=[*shared.values(), *others])  # type: ignore[attr-defined]
+    return run
