@@ -50,7 +50,7 @@ FIRST: dict[str, int] = {
     "tests/cli/test_cli.py::test_demo_measures_all_sides": 0,
     "tests/cli/test_cli.py::test_demo_says_which_side_failed": 0,
     "tests/cli/test_cli.py::test_exit_code_is_two_where_it_does_not_fit": 1,
-    "tests/cli/test_cli.py::test_explain_says_what_is_made_again": 0,
+    "tests/cli/test_cli.py::test_explain_says_what_is_recomputed": 0,
     "tests/cli/test_cli.py::test_explain_shows_what_lower_peaks_cost": 0,
     "tests/cli/test_cli.py::test_json_is_the_same_with_a_page": 0,
     "tests/cli/test_cli.py::test_no_page_is_left_of_a_plan_that_does_not_fit": 0,
