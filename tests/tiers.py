@@ -235,7 +235,6 @@ FIRST: dict[str, int] = {
     "tests/solvers/retain/test_checkmate.py::test_as_few_seconds_as_the_integer_program": 1,
     "tests/solvers/retain/test_choice.py::test_offers_pay_in_training": 1,
     "tests/solvers/retain/test_portfolio.py::test_judge_accepts_answers_for_training_graphs": 2,
-    "tests/solvers/retain/test_portfolio.py::test_lower_budgets_have_lower_peaks_and_more_seconds": 1,
     "tests/solvers/retain/test_portfolio.py::test_scaling_sizes_and_budget_changes_no_decision": 0,
     "tests/solvers/test_determinism.py::test_three_processes_agree": 0,
     "tests/sweeps/test_databases.py::test_sample_of_entries": 1,

@@ -31,30 +31,29 @@ from roamc.passes.retain.compress import (
     recorded_stand_in,
     values,
 )
-from roamc.passes.retain.effort import EFFORT, Effort
 from roamc.passes.retain.problem import Question, question
 from roamc.solvers.order.problem import reads, reusables, writes
 from roamc.solvers.retain import Extra, Made, Offer, Part
+
+WORTH_SHARE = 1_000
+"""A storage gets a codec only if it is larger than all saved bytes divided by this number."""
 
 _SOURCE = 0
 """The buffer of a small graph that stands for the storage itself; each other one is named one lower in an offer."""
 
 
-def offered(
-    asked: Question, options: Options, profile: DeviceProfile, effort: Effort = EFFORT
-) -> list[tuple[Code, Offer]]:
+def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[tuple[Code, Offer]]:
     """Return an offer for each codec that makes a saved storage smaller, in the graph's order.
 
-    Storages of no more than 1 / ``effort.worth_share`` of all saved bytes are left out.
+    Storages of no more than 1 / ``WORTH_SHARE`` of all saved bytes are left out.
 
     Args:
         asked: the graph as a problem without offers; its numbers name what the offers name.
         options: ``codecs`` names codecs with an error that may be used; ``disable`` may turn in-place reuse off.
         profile: the device profile that predicts the time of codecs.
-        effort: says which storages are worth a codec.
     """
     writer = _Offers(asked, options, profile)
-    least = sum(storage.nbytes for storage in asked.memory.saved) // effort.worth_share
+    least = sum(storage.nbytes for storage in asked.memory.saved) // WORTH_SHARE
     large = [value for value in values(asked.memory) if value.storage.nbytes > least and writer.knows_readers(value)]
     candidates = [(value, name, coding) for value in large for name, coding in codings(value, options.codecs)]
     return [

@@ -19,7 +19,6 @@ from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.passes.retain.compress import compress
 from roamc.passes.retain.decision import Decision
-from roamc.passes.retain.effort import EFFORT, Effort
 from roamc.passes.retain.offers import offered
 from roamc.passes.retain.problem import Question, question
 from roamc.rewriting.arrange import keeps_order
@@ -69,7 +68,6 @@ class Choice:
         profile: DeviceProfile,
         prices: Mapping[str, Seconds],
         allowed: str = "all",
-        effort: Effort = EFFORT,
     ) -> None:
         """Prepare questions about ``graph``.
 
@@ -81,14 +79,13 @@ class Choice:
             profile: the device profile that predicts the time of codecs.
             prices: predicted seconds of every operator of ``graph``, by name.
             allowed: ``"all"``, or ``"light"`` to recompute only operators that are light on any device.
-            effort: which storages are worth a codec.
         """
         self.once = once(graph, allowed)
         self.graph = gathered_once(copied(graph), self.once) if self.once else graph
         self.options, self.prices, self.allowed, self._profile = options, prices, allowed, profile
         order = [name for name in order if name not in dict(self.once)]
         plain = question(self.graph, options, order, prices, allowed, as_given=keeps_order(options))
-        rows = offered(plain, options, profile, effort)
+        rows = offered(plain, options, profile)
         self.codes = tuple(code for code, _ in rows)
         offers = tuple(offer for _, offer in rows)
         self.asked = dataclasses.replace(plain, problem=dataclasses.replace(plain.problem, offers=offers))

@@ -85,12 +85,15 @@ class Calls:
         return run
 
 
+REMEMBERED = 64
+"""The most programs, or plans, that are remembered."""
+
+
 class Record:
     """The programs that roamc has made for one compiled object.
 
     Args:
         name: initial value of the attribute.
-        limit: the most programs that are remembered.
 
     Attributes:
         name: name of the model's class, or ``""`` if it is not known.
@@ -100,18 +103,17 @@ class Record:
         fallbacks: one line for each time that planning or a program failed and something else ran in its place.
     """
 
-    def __init__(self, name: str = "", limit: int = 64) -> None:
+    def __init__(self, name: str = "") -> None:
         self.name = name
         self.calls = Calls()
         self._lock = Lock()
-        self._limit = limit
         self.programs: list[Pair | Whole] = []
         self.fallbacks: list[str] = []
 
     def add(self, program: Pair | Whole) -> None:
-        """Append ``program`` to ``programs``. Beyond ``limit`` the oldest is taken off; its owner can still run it."""
+        """Append ``program`` to ``programs``. Beyond REMEMBERED the oldest is taken off; its owner can still run it."""
         with self._lock.now:
-            self.programs = [*self.programs, program][-self._limit :]
+            self.programs = [*self.programs, program][-REMEMBERED:]
 
     def remove(self, program: Pair | Whole) -> None:
         """Take ``program`` off ``programs``; nothing happens if it is not there."""
@@ -142,7 +144,7 @@ SMALL = Small()
 _LARGEST: weakref.WeakKeyDictionary[object, Bytes] = weakref.WeakKeyDictionary()
 """Bytes that eager takes for the largest piece so far, by the model or function whose pieces they are."""
 
-LATEST: deque[Plan] = deque(maxlen=64)
+LATEST: deque[Plan] = deque(maxlen=REMEMBERED)
 """Plans of the most recent torch.compile graphs of this process. Plans only: programs would keep their arenas."""
 
 

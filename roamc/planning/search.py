@@ -210,7 +210,6 @@ class PlanSearch:
     def attempt(
         self,
         target: Bytes,
-        terms: Terms | None = None,
         *,
         together: bool = False,
         simulations: int = RETAIN_EFFORT.simulations,
@@ -219,11 +218,10 @@ class PlanSearch:
 
         Args:
             target: live bytes.
-            terms: the terms that the plan is made for; None for the lowest peak.
             together: begin the choice with what was found for other targets. The plan then depends on those before.
             simulations: limit of the solver's work, in simulations of the schedule.
         """
-        terms = terms or Terms(0, self.terms.allowed)
+        terms = Terms(0, self.terms.allowed)
         return self._made(self._choice(terms.allowed).decide(target, together=together, simulations=simulations), terms)
 
     def lowest(self, terms: Terms | None = None, *, together: bool = False) -> Planned:

@@ -10,7 +10,7 @@ from roamc.solvers.retain.choice import Choice
 from roamc.solvers.retain.effort import EFFORT, Effort
 from roamc.solvers.retain.encoded import Encoded, encoded
 from roamc.solvers.retain.offers import Extra, Made, Offer, Part
-from roamc.solvers.retain.portfolio import Frontier, Ground, frontier, solve
+from roamc.solvers.retain.portfolio import Frontier, Ground, solve
 from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem, rank_of
 from roamc.solvers.retain.reference import reference_order
 from roamc.solvers.retain.validate import RetainReport, RetainVerdict, schedule, validate
@@ -33,7 +33,6 @@ __all__ = [
     "RetainSolution",
     "RetainVerdict",
     "encoded",
-    "frontier",
     "make_problem",
     "rank_of",
     "reference_order",

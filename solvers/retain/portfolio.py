@@ -1,7 +1,6 @@
 """Several searches in turn, the best answer kept, and a lower bound."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from roamc.solvers.order.problem import Bytes
@@ -25,7 +24,6 @@ def solve(
     budget: Bytes,
     *,
     work_limit: int | None = None,
-    start: RetainSolution | None = None,
     effort: Effort = EFFORT,
 ) -> RetainSolution:
     """Return reruns that bring the peak of live bytes within `budget` and add few seconds.
@@ -35,14 +33,13 @@ def solve(
         simulations of the whole schedule. The search may pass it by one round of moves. Where nothing else
         meets the budget, it may spend as much again on the way to the lowest peak. Each round of annealing may add
         about `effort.anneal_times` times the limit or `effort.anneal_work`, whichever is less.
-    start: a solution of this problem, for any budget, to begin with; the answer is never worse by `rank_of`.
     effort: limits and thresholds of each search.
 
-    The same call gives the same answer. Without a start, `least_peak_bytes` of the answer for a budget of 0 is a budget
+    The same call gives the same answer. `least_peak_bytes` of the answer for a budget of 0 is a budget
     that the same limit meets.
     """
     ground = Ground(problem, effort)
-    return _Run(ground.search.anew(), ground.bounds.anew(), ground, budget, ground.limit(work_limit)).solve(start)
+    return _Run(ground.search.anew(), ground.bounds.anew(), ground, budget, ground.limit(work_limit)).solve(None)
 
 
 @dataclass(eq=False)
@@ -100,11 +97,11 @@ class Frontier:
         self._search, self._bounds = self.ground.search.anew(), self.ground.bounds.anew()
 
     def solve(self, budget: Bytes, *, work_limit: int | None = None) -> RetainSolution:
-        """Search for reruns within `budget`, and return the best solution for it that this frontier has found so far.
+        """Search for reruns within `budget`, and return the best solution for it, by `rank_of`, found so far.
 
         The search begins with the solution whose peak is nearest to the budget. The answer may have been found for
-        another budget; its bound, status and work are then those of this search. The status is INFEASIBLE in the same
-        cases as in the function `solve`.
+        another budget; its bound, status and work are then those of this search, and its `least_peak_bytes` is the
+        lowest of all. The status is INFEASIBLE in the same cases as in the function `solve`.
 
         budget: bytes.
         work_limit: of this call: operators that simulations run plus arcs of the bound's networks; None for
@@ -113,24 +110,14 @@ class Frontier:
         limit = self._search.work + self.ground.limit(work_limit)
         own = _Run(self._search, self._bounds, self.ground, budget, limit).solve(self._start(budget))
         self.found.append(own)
-        return self.best(budget, own)
+        best = min(self.found, key=lambda solution: _rank(solution, budget))
+        least = min(solution.least_peak_bytes for solution in self.found)
+        return _solution(best, own.bound_seconds, budget, least, own.status, own.work)
 
     @property
     def lowest(self) -> float:
         """The lowest peak of the solutions found so far, in bytes; infinite if there are none."""
         return min((solution.peak_bytes for solution in self.found), default=math.inf)
-
-    def best(self, budget: Bytes, own: RetainSolution) -> RetainSolution:
-        """Return the best solution for a budget, by `rank_of`, of all that were found for any budget.
-
-        Its bound and work are those of `own`, its `least_peak_bytes` is the lowest of all, and its status is for this
-        budget. Raises ValueError if nothing was found yet.
-
-        own: the solution that a search for this budget found.
-        """
-        best = min(self.found, key=lambda solution: _rank(solution, budget))
-        least = min(solution.least_peak_bytes for solution in self.found)
-        return _solution(best, own.bound_seconds, budget, least, own.status, own.work)
 
     def bound(self, budget: Bytes) -> Seconds:
         """Return a lower bound in seconds: no reruns within the budget, in any order of the operators, add fewer.
@@ -148,22 +135,6 @@ class Frontier:
         nearest = min((abs(solution.peak_bytes - budget) for solution in self.found), default=0)
         near = [solution for solution in self.found if abs(solution.peak_bytes - budget) == nearest]
         return min(near, key=lambda solution: _rank(solution, budget), default=None)
-
-
-def frontier(
-    problem: RetainProblem, budgets: Sequence[Bytes], *, work_limit: int | None = None, effort: Effort = EFFORT
-) -> tuple[RetainSolution, ...]:
-    """Return one solution for each budget, in the sequence of `budgets`.
-
-    The budgets are solved from the largest to the smallest, each search beginning with the nearest solution so far.
-    Each budget then gets the best of all solutions found, so a lower budget never has a higher peak or fewer seconds.
-
-    budgets: bytes, in any sequence.
-    work_limit, effort: for the search of each budget, as for `solve`.
-    """
-    front = Frontier(Ground(problem, effort))
-    own = {budget: front.solve(budget, work_limit=work_limit) for budget in sorted(set(budgets), reverse=True)}
-    return tuple(front.best(budget, own[budget]) for budget in budgets)
 
 
 def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:

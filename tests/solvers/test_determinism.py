@@ -20,7 +20,8 @@ for problem, capacity in ((storages(40, seed=1), None), (storages(20, seed=4), 1
     print(second.offset.tolist(), second.candidates, second.bound_bytes, second.status, second.work)
 for problem in (layered(6, 1), chain(9)):
     budgets = [order.peak_bytes(problem.order, problem.sequence) * part // 10 for part in (8, 5, 4, 1)]
-    print(retain.frontier(problem, budgets, work_limit=100_000))
+    front = retain.Frontier(retain.Ground(problem))
+    print([front.solve(budget, work_limit=100_000) for budget in budgets])
 """
 
 

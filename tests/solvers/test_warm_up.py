@@ -29,7 +29,9 @@ order.overlap(_transfer(_operators(random.Random(3))))
 for problem in (storages(40, seed=1), hard_problem()):
     layout.solve(problem, node_limit=3000)
 for problem in (chain(1), chain(6, reuse=True)):
-    retain.frontier(problem, [300, 250, 1], work_limit=200_000)
+    front = retain.Frontier(retain.Ground(problem))
+    for budget in (300, 250, 1):
+        front.solve(budget, work_limit=200_000)
 print(len(before) > 10, sorted(ready() - before))
 """
 

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from roamc.solvers.retain import (
     Ground,
     RetainProblem,
     RetainSolution,
-    frontier,
     make_problem,
     solve,
     validate,
@@ -88,19 +86,6 @@ def test_a_budget_of_the_peak_needs_nothing(problem: RetainProblem) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lower_budgets_have_lower_peaks_and_more_seconds(seed: int) -> None:
-    problem = layered(5, seed)
-    budgets = [full_peak(problem) * percent // 100 for percent in (35, 100, 80, 60, 50, 45, 10)]
-    solutions = frontier(problem, budgets, work_limit=1_000_000)
-    for budget, solution in zip(budgets, solutions, strict=True):
-        check(problem, budget, solution)
-    rows = sorted(zip(budgets, solutions, strict=True), key=lambda row: -row[0])
-    within = [row[1] for row in rows if row[1].status is not Status.INFEASIBLE]
-    assert all(after.peak_bytes <= before.peak_bytes for (_, before), (_, after) in pairwise(rows))
-    assert all(after.seconds >= before.seconds for before, after in pairwise(within))
-
-
-@pytest.mark.parametrize("seed", range(4))
 def test_what_is_found_for_one_budget_serves_the_others(seed: int) -> None:
     problem = layered(5, seed)
     front = Frontier(Ground(problem))
@@ -119,8 +104,10 @@ def test_what_is_found_for_one_budget_serves_the_others(seed: int) -> None:
 def test_a_start_is_never_made_worse(seed: int) -> None:
     problem = layered(5, seed)
     budget = full_peak(problem) * 6 // 10
-    good = solve(problem, budget, work_limit=3_000_000)
-    again = solve(problem, budget, work_limit=1, start=good)
+    front = Frontier(Ground(problem))
+    for limit in (3_000_000, 1):
+        front.solve(budget, work_limit=limit)
+    good, again = front.found
     assert good.status is not Status.INFEASIBLE
     assert again.seconds <= good.seconds
 
