@@ -43,7 +43,7 @@ def parse_budget(budget: object) -> Budget | None:
         share = _SHARE.fullmatch(budget) if isinstance(budget, str) else None
         count = float(share.group(1)) if share else _bytes(budget)
         if not count:
-            raise OptionError(f"{budget!r} is no room at all; {KINDS}")
+            raise OptionError(f"{budget!r} is zero bytes; {KINDS}")
     except OptionError as error:
         raise OptionError(f"memory_budget: {error}") from None
     return budget if share else count  # type: ignore[return-value]
@@ -85,9 +85,7 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
         return max(1, int((_free(device) - state) * MARGIN))
     count = int(baseline * float(budget.rstrip(" %")) / 100)
     if baseline and not count:
-        raise OptionError(
-            f"memory_budget: {budget} of the {baseline} bytes that eager holds is no room at all; {KINDS}"
-        )
+        raise OptionError(f"memory_budget: {budget} of the {baseline} bytes that eager holds is zero bytes; {KINDS}")
     return count
 
 

@@ -64,7 +64,7 @@ def warn_of_failure(about: object, name: str, options: Options, error: Exception
     warn(
         about,
         re.sub(r"\d+", "#", reason),
-        f"roamc's program of {name!r} failed while it ran: {reason}. This step and all later ones go on operator by "
-        f"operator, which gives the same numbers{more}{lost_budget(options)} (options={{'strict': True}} raises)",
+        f"roamc's program of {name!r} failed while it ran: {reason}. This step and all later ones run operator by "
+        f"operator, with the same values{more}{lost_budget(options)} (options={{'strict': True}} raises)",
     )
     log.debug("a program of %s failed", name, exc_info=error)

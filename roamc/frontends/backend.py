@@ -317,7 +317,7 @@ class _Job:
         notices.warn(
             self.about,
             re.sub(r"\d+", "#", reason),
-            f"roamc could not plan {self.name!r} and hands it to {who}{lost_budget(self.options)}: {reason} "
+            f"roamc could not plan {self.name!r} and falls back to {who}{lost_budget(self.options)}: {reason} "
             "(options={'strict': True} raises)",
         )
         log.debug("planning %s failed", self.name, exc_info=error)

@@ -492,7 +492,7 @@ def _failed(model: weakref.ref[nn.Module], name: str, options: Options, error: E
 def _advice(name: str, error: Exception) -> str:
     return (
         f"roamc.train_step could not plan {name!r}; nothing was changed: {notices.reason_of(error)}. "
-        "roamc.optimize(model) takes it: what it cannot plan it hands to torch's aot_eager, with a warning"
+        "Try roamc.optimize(model), which falls back to torch's aot_eager with a warning"
     )
 
 

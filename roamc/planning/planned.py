@@ -117,10 +117,10 @@ def check_budget(planned: Planned, limit: Bytes | None) -> None:
     plan = planned.plan
     if not limit or plan.needed_bytes <= limit:
         return
-    again = "all that can be dropped and made again dropped" if plan.step_seconds else "nothing dropped"
+    how = "with as much recomputation as helps" if plan.step_seconds else "without recomputation"
     raise BudgetError(
         f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
-        f"memory_budget={format_bytes(limit)}, with {again}; the largest at that step: {_largest(planned.graph)}. "
+        f"memory_budget={format_bytes(limit)}, {how}; largest storages at that step: {_largest(planned.graph)}. "
         + RAISE,
         plan,
     )

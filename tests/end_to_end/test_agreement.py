@@ -154,7 +154,7 @@ def test_ranks_fall_back_or_raise_together(tmp_path: Path) -> None:
     said = run_ranks(tmp_path, FAILING, 2)
     for rank, stage in itertools.product((0, 1), ("capture", "plan", "emission")):
         (compiled,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] {stage}, roamc: ")]
-        assert "equal: True; roamc could not plan 'Tiny' and hands it to torch's aot_eager" in compiled, said
+        assert "equal: True; roamc could not plan 'Tiny' and falls back to torch's aot_eager" in compiled, said
         (step,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] {stage}, train_step: ")]
         for line in (compiled, step):
             assert ("a planted fault" if rank else "rank 1 could not plan ") in line, said

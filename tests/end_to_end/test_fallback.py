@@ -99,7 +99,7 @@ def test_two_models_of_one_class_are_warned_of_each(monkeypatch: pytest.MonkeyPa
     break_name("roamc.capture.joint.stitch")(monkeypatch)
     for _ in range(2):  # torch's own modules are called through a function of dynamo's
         compiled = torch.compile(nn.Sequential(nn.Linear(8, 8)), backend="roamc")
-        with pytest.warns(UserWarning, match="hands it to torch's aot_eager"):
+        with pytest.warns(UserWarning, match="falls back to torch's aot_eager"):
             compiled(*BATCHES[0])
         torch._dynamo.reset()
 
@@ -109,7 +109,7 @@ def test_inference_falls_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = roamc.optimize(SMALL["batch norm"].build().eval())
     x = noise(2, 3, 8, 8)
     with torch.no_grad():
-        with pytest.warns(UserWarning, match="hands it to torch's aot_eager"):
+        with pytest.warns(UserWarning, match="falls back to torch's aot_eager"):
             output = model(x)
         assert_same(output, aot_eager(model)(x))
 

@@ -177,7 +177,7 @@ def test_sizes_that_cannot_be_compiled_run_as_they_are(monkeypatch: pytest.Monke
         for rows in (4, 6, 4):
             assert_same(square(model, *marked((noise(rows, 8),))), square(twin, noise(rows, 8)))
     (message,) = said
-    assert "hands it to eager PyTorch: RuntimeError: a mistake" in message
+    assert "falls back to eager PyTorch: RuntimeError: a mistake" in message
 
 
 def test_the_notice_about_sizes_comes_once_and_in_words(caplog: pytest.LogCaptureFixture) -> None:

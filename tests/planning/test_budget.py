@@ -57,7 +57,7 @@ def test_budget_without_sense_says_what_is_possible(option: object) -> None:
 def test_budget_of_nothing_is_an_error(option: object) -> None:
     with pytest.raises(
         OptionError,
-        match=re.escape(f"is no room at all; {budget.KINDS}"),
+        match=re.escape(f"is zero bytes; {budget.KINDS}"),
     ):
         budget.parse_budget(option)
 
@@ -70,7 +70,7 @@ def test_fraction_that_may_be_meant_as_a_share_is_an_error(option: object) -> No
 
 def test_share_of_less_than_a_byte_is_an_error() -> None:
     share = budget.parse_budget("0.0001%")
-    with pytest.raises(OptionError, match=r"0\.0001% of the 1000 bytes that eager holds is no room at all"):
+    with pytest.raises(OptionError, match=r"0\.0001% of the 1000 bytes that eager holds is zero bytes"):
         budget.resolve(share, 1000, CPU, 0)
     assert budget.resolve(share, 10**6, CPU, 0) == 1
 
