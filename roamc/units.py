@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
 from roamc.errors import OptionError
@@ -46,3 +47,8 @@ def format_bytes(count: Bytes) -> str:
         if abs(float(text)) < 1000:
             return f"{text} {unit}"
     return f"{count / 10**12:.0f} TB"
+
+
+def format_parts(parts: Mapping[str, Bytes]) -> str:
+    """Write several sizes by name, e.g. ``"saved 7.574 MB, output 4 B"``."""
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())

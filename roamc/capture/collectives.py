@@ -21,7 +21,7 @@ from torch import fx
 
 from roamc.compat import FakeTensorMode, OpOverload
 from roamc.errors import CaptureError
-from roamc.graph import attribute, tensors_of
+from roamc.graph import attribute
 from roamc.graph.fingerprint import is_own_part
 from roamc.graph.rewrite import derived, mode_of
 from roamc.operators import ops
@@ -112,7 +112,7 @@ def _derive_again(graph: fx.Graph, starts: Sequence[fx.Node]) -> None:
         viewed = bool(shares) and not new.isdisjoint(inputs)
         if node not in new and not viewed and other_geometry.isdisjoint(inputs):
             continue
-        before = _geometry(node)
+        before = _geometry_of(node.meta.get("val"))
         value = _derived(node, mode)
         changed = before != _geometry_of(value)
         if node in new or viewed or changed:
@@ -126,10 +126,6 @@ def _derived(node: fx.Node, mode: FakeTensorMode) -> Any:
     if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
         raise CaptureError(f"{node.target} reads a collective's result that has other strides than torch notes")
     return derived(node, mode)
-
-
-def _geometry(node: fx.Node) -> list[tuple[object, ...]]:
-    return [(tensor.shape, tensor.stride(), tensor.dtype) for _, tensor in tensors_of(node)]
 
 
 def _geometry_of(value: Any) -> list[tuple[object, ...]]:

@@ -29,9 +29,9 @@ from roamc.options import Options, parse_options
 from roamc.planning import search
 from roamc.planning.planned import Planned
 from roamc.report.curve import Curve, trace
-from roamc.report.explain import Explanation, explain, find_peak, lives_of
+from roamc.report.explain import Explanation, Lives, explain, find_peak, lives_of
 from roamc.report.frontier import Point, frontier
-from roamc.report.picture import Picture, draw, follow
+from roamc.report.picture import Course, Picture, draw, follow
 from roamc.solvers.warm_up import warm_up
 from roamc.units import Seconds
 
@@ -94,13 +94,7 @@ def answer(
         CaptureError: the step cannot be captured.
         BudgetError: the plan does not fit the budget.
     """
-    options, mesh = options_of(request), mesh_of(request)
-    with mesh.planned_for():
-        graph, seconds = _captured(request, options, mesh, say)
-        eager = find_peak(graph, lives_of(graph, eager=True))
-        planned, traced = _planned(graph, options, seconds, say, curve)
-    planned = _of_mesh(planned, request, mesh)
-    return explain(eager, planned, lives_of(planned.graph), emit(planned.graph).listing if source else "", traced)
+    return _explained(request, source, curve, say)[0]
 
 
 def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage: None) -> tuple[Point, ...]:
@@ -195,6 +189,12 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
         CaptureError: the step cannot be captured.
         BudgetError: the plan does not fit the budget.
     """
+    report, before, graph, lives = _explained(request, source, curve, say)
+    return draw(report, before, graph, lives)
+
+
+def _explained(request: Request, source: bool, curve: bool, say: Say) -> tuple[Explanation, Course, TrainGraph, Lives]:
+    """The explanation, the course of the captured graph, and the planned graph with its lives."""
     options, mesh = options_of(request), mesh_of(request)
     with mesh.planned_for():
         graph, seconds = _captured(request, options, mesh, say)
@@ -204,7 +204,7 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
     planned = _of_mesh(planned, request, mesh)
     lives = lives_of(planned.graph)
     report = explain(eager, planned, lives, emit(planned.graph).listing if source else "", traced)
-    return draw(report, before, planned.graph, lives)
+    return report, before, planned.graph, lives
 
 
 def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple[TrainGraph, Seconds]:

@@ -15,7 +15,7 @@ from typing import Any
 from roamc import decode
 from roamc.budget import LIGHT
 from roamc.errors import PlanError
-from roamc.units import Bytes, Seconds, format_bytes
+from roamc.units import Bytes, Seconds, format_bytes, format_parts
 
 FORMAT = 10
 """Version of the JSON form; increased when a reader of an older version could misread it."""
@@ -148,7 +148,7 @@ class Plan:
             ("eager's peak", format_bytes(self.baseline_bytes), f"same graph, program order{one}"),
             ("lower bound", format_bytes(self.bound_bytes), "on live bytes, for any order"),
             ("arena", format_bytes(self.arena_bytes), f"fragmentation {self.fragmentation:.3%}"),
-            ("fixed", format_bytes(sum(self.fixed_bytes.values())), _parts(self.fixed_bytes)),
+            ("fixed", format_bytes(sum(self.fixed_bytes.values())), format_parts(self.fixed_bytes)),
             ("status", self.status, ""),
         )
 
@@ -200,10 +200,6 @@ _INSIDE = "on top of the peak: operator workspace and tensor objects, estimated"
 
 def _against(value: Bytes, base: Bytes, of: str) -> str:
     return f"{value / base:.3f} {of}" if base else ""
-
-
-def _parts(parts: Mapping[str, Bytes]) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
 
 
 def _plain(value: Any) -> Any:

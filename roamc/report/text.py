@@ -16,7 +16,7 @@ from roamc.report.explain import Allocating, Explanation, Peak, groups
 from roamc.report.frontier import Point
 from roamc.report.fused import Grouped
 from roamc.report.kernels import KernelReport
-from roamc.units import Bytes, Seconds, format_bytes
+from roamc.units import Bytes, Seconds, format_bytes, format_parts
 
 BAR = 20
 """Characters of the longest bar."""
@@ -211,10 +211,6 @@ def _seconds(value: Seconds) -> str:
     return f"{value:.2f} s"
 
 
-def _bytes_of(parts: Mapping[str, Bytes]) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-
-
 def _show_curve(out: Console, report: Explanation) -> None:
     if report.curve is None:
         return
@@ -251,9 +247,9 @@ def _show_peak(out: Console, title: str, peak: Peak, top: int) -> None:
     at = f" at {peak.source}" if peak.source else ""
     out.print(f"  {format_bytes(peak.live_bytes)} live at step {peak.step + 1} of {peak.steps}", markup=False)
     out.print(f"  step       {peak.name} ({short(peak.operator)}), {peak.phase}{at}", markup=False, soft_wrap=True)
-    out.print(f"  by kind    {_bytes_of(peak.by_kind)}", markup=False, soft_wrap=True)
-    out.print(f"  created in {_bytes_of(peak.by_phase)}", markup=False, soft_wrap=True)
-    out.print(f"  peak in    {_bytes_of(peak.phase_peaks)}", markup=False, soft_wrap=True)
+    out.print(f"  by kind    {format_parts(peak.by_kind)}", markup=False, soft_wrap=True)
+    out.print(f"  created in {format_parts(peak.by_phase)}", markup=False, soft_wrap=True)
+    out.print(f"  peak in    {format_parts(peak.phase_peaks)}", markup=False, soft_wrap=True)
     out.print()
     _show_groups(out, peak, top)
     out.print()

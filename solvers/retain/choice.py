@@ -24,7 +24,7 @@ from roamc.solvers.retain.effort import CLOSE, EFFORT, Effort
 from roamc.solvers.retain.encoded import Encoded, encoded
 from roamc.solvers.retain.offers import Seconds, cheapest
 from roamc.solvers.retain.portfolio import Frontier, Ground
-from roamc.solvers.retain.problem import RetainProblem, RetainSolution, rank_of
+from roamc.solvers.retain.problem import RetainProblem, RetainSolution
 from roamc.solvers.retain.validate import schedule
 from roamc.solvers.status import Status
 
@@ -131,11 +131,11 @@ class Choice:
             least = answer.seconds - self._seconds(taken) + self._seconds(fewer)  # fewer offers save no reruns
             if fewer and least < min(one.seconds for one in answers if one.peak_bytes <= budget):
                 answers.append(self._ask(fewer, budget, frontiers, simulations))
-            if self._good(min(answers, key=lambda one: _rank(one, budget)), budget, bound):
+            if self._good(min(answers, key=lambda one: one.rank(budget)), budget, bound):
                 break
         if not offers:
             return answers[0]
-        best = min(answers, key=lambda one: _rank(one, budget))
+        best = min(answers, key=lambda one: one.rank(budget))
         self._won = budget, best.taken
         return _bounded(best, budget, bound)
 
@@ -207,10 +207,6 @@ class Choice:
 
     def _seconds(self, taken: Taken) -> Seconds:
         return math.fsum(self.problem.offers[place].seconds for place in taken)
-
-
-def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:
-    return rank_of(solution.peak_bytes, solution.seconds, budget)
 
 
 def _bounded(solution: RetainSolution, budget: Bytes, bound: Seconds) -> RetainSolution:

@@ -12,7 +12,7 @@ from roamc.solvers.retain.exact import affordable, exact
 from roamc.solvers.retain.greedy import keep, lower
 from roamc.solvers.retain.neighbours import above, improve, rank
 from roamc.solvers.retain.offers import Seconds
-from roamc.solvers.retain.problem import RetainProblem, RetainSolution, rank_of
+from roamc.solvers.retain.problem import RetainProblem, RetainSolution
 from roamc.solvers.retain.reruns import decisions, list_reruns
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.starts import from_cut, possible
@@ -110,7 +110,7 @@ class Frontier:
         limit = self._search.work + self.ground.limit(work_limit)
         own = _Run(self._search, self._bounds, self.ground, budget, limit).solve(self._start(budget))
         self.found.append(own)
-        best = min(self.found, key=lambda solution: _rank(solution, budget))
+        best = min(self.found, key=lambda solution: solution.rank(budget))
         least = min(solution.least_peak_bytes for solution in self.found)
         return _solution(best, own.bound_seconds, budget, least, own.status, own.work)
 
@@ -134,11 +134,7 @@ class Frontier:
         """Return the solution with the peak nearest to the budget, of equals the best; None if there is none."""
         nearest = min((abs(solution.peak_bytes - budget) for solution in self.found), default=0)
         near = [solution for solution in self.found if abs(solution.peak_bytes - budget) == nearest]
-        return min(near, key=lambda solution: _rank(solution, budget), default=None)
-
-
-def _rank(solution: RetainSolution, budget: Bytes) -> tuple[bool, float, float]:
-    return rank_of(solution.peak_bytes, solution.seconds, budget)
+        return min(near, key=lambda solution: solution.rank(budget), default=None)
 
 
 def _solution(
@@ -200,7 +196,7 @@ class _Run:
                 self.improve()
                 self.anneal()
         answer = self.answer()
-        if start is not None and _rank(start, self.budget) < _rank(answer, self.budget):
+        if start is not None and start.rank(self.budget) < answer.rank(self.budget):
             least = min(start.peak_bytes, answer.least_peak_bytes)
             answer = _solution(start, self.bound, self.budget, least, answer.status, answer.work)
         return answer

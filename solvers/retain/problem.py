@@ -122,6 +122,10 @@ class RetainSolution:
     work: int
     taken: tuple[int, ...] = ()
 
+    def rank(self, budget: Bytes) -> tuple[bool, float, float]:
+        """Return the solution's key for comparison with others under `budget`, see `rank_of`."""
+        return rank_of(self.peak_bytes, self.seconds, budget)
+
 
 def rank_of(peak_bytes: Bytes, seconds: Seconds, budget: Bytes) -> tuple[bool, float, float]:
     """Return a key that compares reruns for a budget: the smaller tuple is better, and any peak within it comes first.
