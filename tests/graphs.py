@@ -15,7 +15,8 @@ from roamc.capture import joint
 from roamc.capture.step import CapturedStep, capture_step
 from roamc.capture.step_trace import StepRequest
 from roamc.graph import Phase, Port, Role, TrainGraph, copied, operators, output_values, placeholders
-from roamc.graph.memory import started_by
+from roamc.graph.lifetimes import live_bytes
+from roamc.graph.memory import build_memory, started_by
 from roamc.graph.storage_ids import number
 from roamc.operators import ops
 from tests.models import make
@@ -244,3 +245,23 @@ def _needed(graph: TrainGraph) -> set[fx.Node]:
         if works or not needed.isdisjoint(node.users):
             needed.add(node)
     return needed
+
+
+def peak(graph: TrainGraph) -> int:
+    """The most live bytes at a step."""
+    return int(live_bytes(build_memory(graph)).max(initial=0))
+
+
+def saved_bytes(graph: TrainGraph) -> int:
+    """The bytes that forward leaves for backward."""
+    return sum(storage.nbytes for storage in build_memory(graph).saved)
+
+
+def node_named(graph: TrainGraph, name: str) -> fx.Node:
+    """The node of that name."""
+    return next(node for node in graph.graph.nodes if node.name == name)
+
+
+def node_calling(graph: TrainGraph, target: object, number: int = 0) -> fx.Node:
+    """The node with that number, from 0, among those that call ``target``."""
+    return [node for node in graph.graph.nodes if node.target is target][number]

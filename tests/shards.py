@@ -230,3 +230,9 @@ def counted(graph: TrainGraph) -> dict[tuple[str, str], int]:
             key = graph.phase[node.name].name, node.target._schema.name.rpartition("::")[2].removeprefix("start_")
             counts[key] = counts.get(key, 0) + 1
     return counts
+
+
+def joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
+    """The tensor of this shape of which every rank has a part, or the same as all others."""
+    dims = [dim for dim, size in enumerate(shape) if parts[0].shape[dim] != size]
+    return torch.cat(parts, dims[0]) if dims else parts[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typer.testing import CliRunner
 
 import roamc
@@ -26,7 +26,7 @@ from roamc.graph.shard_judge import check
 from roamc.options import Options
 from roamc.passes import normalize, shard
 from tests.parallel import BOUND, COLUMNS, ROWS, batch, build, worst_error
-from tests.shards import counted, normal_form, one_rank, run_ranks
+from tests.shards import counted, joined, normal_form, one_rank, run_ranks
 
 PLAN = {f"blocks.*.{name}": word for names, word in ((COLUMNS, "colwise"), (ROWS, "rowwise")) for name in names}
 SIZES = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "seq": 16, "batch": 2}
@@ -84,15 +84,10 @@ def assert_as_on_one_rank(kind: str, ranks: Sequence[nn.Module], graph: TrainGra
     assert all(abs(float(result[0] - loss)) <= BOUND * float(loss) for result in results)
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     gradients = {
-        name: _whole([result[1 + at] for result in results], wanted[name].shape)
+        name: joined([result[1 + at] for result in results], wanted[name].shape)
         for at, (name, _) in enumerate(model.named_parameters())
     }
     assert worst_error(gradients, wanted) <= BOUND
-
-
-def _whole(pieces: list[Tensor], shape: torch.Size) -> Tensor:
-    dims = [dim for dim, size in enumerate(shape) if pieces[0].shape[dim] != size]
-    return torch.cat(pieces, dims[0]) if dims else pieces[0]
 
 
 def test_the_users_model_and_optimizer_stay_as_they_are() -> None:

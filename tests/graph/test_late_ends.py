@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from roamc.errors import VerifyError
-from roamc.graph import TrainGraph
 from roamc.graph.layout import Layout
 from roamc.graph.lifetimes import lifetimes, live_bytes
 from roamc.graph.memory import build_memory
@@ -28,7 +27,7 @@ from roamc.passes import reuse
 from roamc.planning import layout_judge, search
 from roamc.planning.planned import Planned
 from roamc.runtime.program import Whole
-from tests.graphs import assert_same, run_real, traced
+from tests.graphs import assert_same, node_named, run_real, traced
 
 KB = 1024
 X = torch.randn(16, 16)  # 1 KB
@@ -100,10 +99,6 @@ def started(start: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 STARTS: dict[str, Callable[[Tensor], Tensor]] = {"out": late.late_start, "alone": late.late_start_alone}
 
 
-def node_of(graph: TrainGraph, name: str) -> fx.Node:
-    return next(node for node in graph.graph.nodes if node.name == name)
-
-
 def run_program(planned: Planned, x: Tensor) -> Any:
     return Whole(planned)([x.clone()])
 
@@ -161,8 +156,8 @@ def test_a_wait_stays_whose_result_nobody_reads() -> None:
 
 def test_a_start_that_nobody_waits_for_in_time_is_refused() -> None:
     graph = traced(started(late.late_start), X)
-    mul, wait = node_of(graph, "mul"), node_of(graph, "late_wait")
-    mul.args = (node_of(graph, "late_start"), mul.args[1])
+    mul, wait = node_named(graph, "mul"), node_named(graph, "late_wait")
+    mul.args = (node_named(graph, "late_start"), mul.args[1])
     wait.prepend(mul)
     with pytest.raises(VerifyError, match="mul needs the memory of late_start, which has not ended"):
         check_graph(graph, "reorder")

@@ -29,7 +29,7 @@ from roamc.planning.plan import Plan
 from roamc.rewriting.rerun import rerun
 from roamc.rewriting.reruns import Rerun
 from tests.end_to_end.helpers import assert_steps_equal, noise, sgd, square
-from tests.graphs import aten, captured_step, graph_and_inputs, model_graph, traced
+from tests.graphs import aten, captured_step, graph_and_inputs, model_graph, node_named, traced
 from tests.random_graphs import random_model
 
 X = torch.randn(8, 8)
@@ -50,12 +50,8 @@ def refused(graph: TrainGraph, before: Flow, *says: str) -> None:
         assert re.search(said, text), text
 
 
-def node_of(graph: TrainGraph, name: str) -> fx.Node:
-    return next(node for node in graph.graph.nodes if node.name == name)
-
-
 def move(graph: TrainGraph, name: str, behind: str) -> None:
-    node_of(graph, behind).append(node_of(graph, name))
+    node_named(graph, behind).append(node_named(graph, name))
 
 
 # -- what leaves every value as it is ------------------------------------------------------------------
@@ -291,7 +287,7 @@ def test_dropped_copy_to_a_tensor_of_the_caller() -> None:
 
     graph = traced(function, X, X.clone())
     before = values(graph)
-    copy = node_of(graph, "copy_")
+    copy = node_named(graph, "copy_")
     copy.replace_all_uses_with(copy.args[0])
     graph.graph.erase_node(copy)
     refused(graph, before, "state_1 .* would read nothing and not what copy_ has written")
@@ -300,7 +296,7 @@ def test_dropped_copy_to_a_tensor_of_the_caller() -> None:
 def test_write_that_nobody_asked_for() -> None:
     graph = traced(lambda x: x.cos(), X)
     before = values(graph)
-    cos = node_of(graph, "cos")
+    cos = node_named(graph, "cos")
     with graph.graph.inserting_before(cos):
         more = graph.graph.call_function(aten.neg_.default, (cos.args[0],))
     more.meta["val"] = cos.args[0].meta["val"]
@@ -323,7 +319,7 @@ def again(state_before: str) -> tuple[TrainGraph, Flow]:
     before = values(graph)
     after = rerun(graph, [Rerun("rand_like_2", "rand_like", "backward", (("rand_like", ("cos",)),))])
     state = next(node for node in operators(after.graph) if node.target is save_rng_state)
-    node_of(after, state_before).prepend(state)
+    node_named(after, state_before).prepend(state)
     return after, before
 
 
@@ -347,7 +343,7 @@ def test_check_that_is_gone_or_checks_something_else(name: str) -> None:
 
     graph = traced(function, X)
     before = values(graph)
-    graph.graph.erase_node(node_of(graph, name))
+    graph.graph.erase_node(node_named(graph, name))
     refused(graph, before, "operators with an effect|runs where")
 
 
@@ -401,10 +397,10 @@ def test_sign_is_not_enough_for_a_reader_of_the_elements() -> None:
         compress(relu_and_backward(lambda y, g: y * g), [Code("relu", "signs")])
     graph = relu_and_backward()
     after = compress(graph, [Code("relu", "signs")])
-    reader = node_of(after, "threshold_backward")
+    reader = node_named(after, "threshold_backward")
     reader.args = (*reader.args[:2], 0.5)  # no longer a comparison with zero
     wanted = relu_and_backward()
-    node_of(wanted, "threshold_backward").args = (*node_of(wanted, "threshold_backward").args[:2], 0.5)
+    node_named(wanted, "threshold_backward").args = (*node_named(wanted, "threshold_backward").args[:2], 0.5)
     flow = values(wanted)
     refused(after, flow, "threshold_backward would read the result of relu_decode.* and not the result of relu,")
 
@@ -429,7 +425,7 @@ def test_code_of_another_value() -> None:
     after = compress(graph, [Code("gt", "bits"), Code("gt_1", "bits")])
     encodes = [node for node in operators(after.graph) if node.name.startswith("gt_encode")]
     for node in encodes:
-        node.replace_input_with(node_of(after, "gt"), node_of(after, "gt_1"))
+        node.replace_input_with(node_named(after, "gt"), node_named(after, "gt_1"))
     refused(after, before, "gt_encode is a view of gt_1, and lies in another storage")
     coded = [node for node in operators(after.graph) if node.name.startswith(("gt_encode", "gt_decode"))]
     for node in coded:
@@ -448,14 +444,14 @@ def part_written(x: Tensor) -> tuple[Tensor, Tensor]:
 def test_view_of_another_part() -> None:
     graph = traced(part_written, X)
     before = values(graph)
-    node_of(graph, "slice_1").args = (node_of(graph, "exp"), 1, 4, 8)
+    node_named(graph, "slice_1").args = (node_named(graph, "exp"), 1, 4, 8)
     refused(graph, before, "slice_1 is a view of exp, and lies elsewhere in it than its arguments say")
 
 
 def test_view_that_cannot_be_made() -> None:
     graph = traced(lambda x: x.sum(0, keepdim=True).expand(8, 8).sin(), X)
     before = values(graph)
-    node_of(graph, "expand").args = (node_of(graph, "sum_1"), [8, 5])
+    node_named(graph, "expand").args = (node_named(graph, "sum_1"), [8, 5])
     refused(graph, before, "expand cannot run on what it reads: The expanded size of the tensor")
 
 
@@ -506,7 +502,7 @@ def test_a_copy_in_other_strides_is_not_what_was_copied() -> None:
 
     graph = traced(function, torch.randn(6, 6))
     before = values(graph)
-    cos, sin, copy = (node_of(graph, name) for name in ("cos", "sin", "copy_"))
+    cos, sin, copy = (node_named(graph, name) for name in ("cos", "sin", "copy_"))
     with graph.graph.inserting_before(cos):
         other = graph.graph.call_function(aten.as_strided.default, (sin, [6, 6], [6, 1], 0))
     with sin.meta["val"].fake_mode:

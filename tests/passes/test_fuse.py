@@ -17,7 +17,7 @@ from roamc.codegen.source import emit
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, TrainGraph, copied, operators, value_flow, verify
 from roamc.graph.keep import KEEP, KEY
-from roamc.graph.lifetimes import lifetimes, live_bytes, timeline
+from roamc.graph.lifetimes import lifetimes, timeline
 from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Numbers
 from roamc.operators import blocks
@@ -28,7 +28,7 @@ from roamc.passes import fuse
 from roamc.passes.fuse import Decision, Effort, choose, estimates
 from roamc.planning import search
 from roamc.planning.plan import Plan
-from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
+from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, peak, run_real, traced
 from tests.models import make
 from tests.random_graphs import random_model
 
@@ -58,10 +58,6 @@ def groups(function: Callable[..., Any], *inputs: Any, phases: str = "") -> tupl
 
 def fused(graph: TrainGraph) -> TrainGraph:
     return fuse.apply(graph, fuse.decide(graph, Options()))
-
-
-def peak(graph: TrainGraph) -> int:
-    return int(live_bytes(build_memory(graph)).max(initial=0))
 
 
 def group_node(graph: TrainGraph) -> Any:

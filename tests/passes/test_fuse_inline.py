@@ -14,7 +14,6 @@ import roamc
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, TrainGraph, copied, operators, placeholders, value_flow, verify
 from roamc.graph.keep import KEEP, KEY
-from roamc.graph.lifetimes import live_bytes
 from roamc.graph.memory import build_memory
 from roamc.graph.storage_ids import number_result
 from roamc.graph.value_numbers import Numbers
@@ -26,7 +25,7 @@ from roamc.passes.fuse import Decision, Effort, choose, estimates, inline, write
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.report.fused import grouped
-from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
+from tests.graphs import assert_same, clones, graph_and_inputs, peak, run_real, saved_bytes, traced
 from tests.kernel_groups import use_kernels
 from tests.models import make
 from tests.planning.test_pipeline import run_program
@@ -57,14 +56,6 @@ def decided(function: Callable[..., Any], *inputs: Tensor, phases: str) -> Decis
     return fuse.decide(traced(function, *inputs, phases=phases), Options())
 
 
-def saved(graph: TrainGraph) -> int:
-    return sum(storage.nbytes for storage in build_memory(graph).saved)
-
-
-def peak(graph: TrainGraph) -> int:
-    return int(live_bytes(build_memory(graph)).max(initial=0))
-
-
 def gate(x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     """A gate, and the gradient of what it gates."""
     inner = x.sigmoid()
@@ -77,7 +68,7 @@ def test_what_backward_reads_is_rebuilt_in_its_group_and_stored_nowhere() -> Non
     assert decision.copies == (("sigmoid_in_mul_1", "sigmoid", "mul_1"),)
     assert decision.groups == (("sigmoid", "mul"), ("sigmoid_in_mul_1", "mul_1"))
     changed = fuse.apply(graph, decision)
-    assert saved(changed) == 0
+    assert saved_bytes(changed) == 0
     assert [storage.name for storage in build_memory(changed).counted] == ["mul", "mul_1"]
 
 
@@ -116,7 +107,7 @@ def test_a_value_inside_a_group_that_a_copy_reads_counts() -> None:
     counted = estimates.Estimates.of(write.Site(graph), options)
     inlined = inline.with_inlines(graph, groups, counted, fast=True)
     assert [copy[1] for copy in inlined.decision.copies] == ["_to_copy", "sigmoid"]
-    assert saved(fuse.apply(graph, inlined.decision)) == 0
+    assert saved_bytes(fuse.apply(graph, inlined.decision)) == 0
     assert inlined.ledger.saved() == 16 * 16 * 4  # what forward returns
 
 
@@ -150,7 +141,7 @@ def test_views_of_the_value_are_followed() -> None:
     graph = traced(step, X, torch.randn(4, 4, 64), phases="FFFFB")
     decision = fuse.decide(graph, Options())
     assert decision.copies == (("sigmoid_in_mul", "sigmoid", "mul"),)
-    assert saved(fuse.apply(graph, decision)) == 0
+    assert saved_bytes(fuse.apply(graph, decision)) == 0
 
 
 def test_what_forward_does_not_read_is_made_in_backward_alone() -> None:
@@ -291,7 +282,8 @@ def test_a_copy_of_a_random_operator_is_found_by_the_judge() -> None:
 def check_random(seed: int, route: str, options: Options) -> int:
     """The graph of a random model with copies: judged, run, and compared; the number of copies."""
     graph, inputs = graph_and_inputs(*random_model(seed), route)
-    most, stored, start, kept = peak(graph), saved(graph), value_flow.read(graph, Numbers()), verify.constraints(graph)
+    most, stored = peak(graph), saved_bytes(graph)
+    start, kept = value_flow.read(graph, Numbers()), verify.constraints(graph)
     torch.manual_seed(seed)
     wanted, _ = run_real(graph, clones(inputs))
     decision = fuse.decide(graph, options)
@@ -299,7 +291,7 @@ def check_random(seed: int, route: str, options: Options) -> int:
     verify.check_graph(changed, "fuse", kept, deep=True)
     value_flow.check(changed, start, "fuse", fast=options.numerics == "fast")
     assert peak(changed) <= most
-    assert saved(changed) < stored or not decision.copies
+    assert saved_bytes(changed) < stored or not decision.copies
     torch.manual_seed(seed)
     assert_same(run_real(changed, clones(inputs))[0], wanted, f"seed {seed}")
     return len(decision.copies)

@@ -16,8 +16,6 @@ from roamc.codegen.group_judge import check_group, check_groups
 from roamc.codegen.group_verdicts import Place
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph, copied, operators, placeholders, value_flow, verify
-from roamc.graph.lifetimes import live_bytes
-from roamc.graph.memory import build_memory
 from roamc.graph.storage_ids import STORAGES, new_id
 from roamc.graph.value_numbers import Numbers
 from roamc.operators.gpu import multi_tensor
@@ -27,7 +25,7 @@ from roamc.passes.fuse import Decision, apply, decide, launches
 from roamc.passes.fuse.multi_tensor import with_shared_launches
 from roamc.planning import search
 from roamc.planning.plan import Plan
-from tests.graphs import assert_same, captured_step
+from tests.graphs import assert_same, captured_step, peak
 from tests.kernel_groups import use_kernels
 from tests.operators.updates import groups_of
 from tests.planted import planted
@@ -143,10 +141,6 @@ def written(decision: Decision | None = None) -> TrainGraph:
 
 def kernels_of(graph: TrainGraph) -> list[Any]:
     return [node for node in operators(graph.graph) if isinstance(node.target, MultiTensorKernel)]
-
-
-def peak(graph: TrainGraph) -> int:
-    return int(live_bytes(build_memory(graph)).max())
 
 
 def test_a_launch_is_one_operator_that_writes_all_tensors() -> None:

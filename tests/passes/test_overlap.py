@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from roamc.cost import load_profile, prices, step_seconds
 from roamc.cost.collectives import collectives, exposed_seconds
@@ -34,7 +34,7 @@ from roamc.planning.planned import Planned
 from roamc.rewriting.split import split, splittable
 from roamc.runtime import program
 from roamc.runtime.program import Whole
-from tests.graphs import assert_same, clones, run_real, traced
+from tests.graphs import assert_same, clones, node_calling, run_real, traced
 from tests.kernel_cases import alone
 
 COLLECTIVES: Any = torch.ops.roamc_collective
@@ -61,10 +61,6 @@ def layers(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 def graph_of(function: Callable[..., Any] = layers) -> TrainGraph:
     return traced(function, X, W)
-
-
-def node_of(graph: TrainGraph, target: object, number: int = 0) -> fx.Node:
-    return [node for node in graph.graph.nodes if node.target is target][number]
 
 
 @pytest.fixture
@@ -155,7 +151,7 @@ def test_random_graphs_keep_their_bits_and_their_peak(seed: int) -> None:
 
 
 def wait_dropped(graph: TrainGraph) -> TrainGraph:
-    wait = node_of(graph, WAIT)
+    wait = node_calling(graph, WAIT)
     wait.replace_all_uses_with(wait.args[0])
     graph.graph.erase_node(wait)
     return graph.replace(phase={name: phase for name, phase in graph.phase.items() if name != wait.name})
@@ -167,8 +163,8 @@ def read_before_its_wait(graph: TrainGraph) -> TrainGraph:
 
 def inserted_before_a_wait(graph: TrainGraph, operand: Callable[[Any], Any]) -> TrainGraph:
     """Another operator in front of the first wait, named ``exp_9``, which reads ``operand`` of its start."""
-    start: Any = node_of(graph, WAIT).args[0]
-    with graph.graph.inserting_before(node_of(graph, WAIT)):
+    start: Any = node_calling(graph, WAIT).args[0]
+    with graph.graph.inserting_before(node_calling(graph, WAIT)):
         node = graph.graph.create_node("call_function", torch.ops.aten.exp.default, (operand(start),), name="exp_9")
     node.meta["val"] = torch.empty_like(operand(start).meta["val"])
     number_result(node)
@@ -176,7 +172,7 @@ def inserted_before_a_wait(graph: TrainGraph, operand: Callable[[Any], Any]) -> 
 
 
 def argument_written_between(graph: TrainGraph) -> TrainGraph:
-    wait = node_of(graph, WAIT)
+    wait = node_calling(graph, WAIT)
     with graph.graph.inserting_before(wait):
         node = graph.graph.call_function(torch.ops.aten.neg_.default, (wait.args[0].args[0],))  # type: ignore[union-attr]
     node.meta = dict(wait.args[0].args[0].meta)  # type: ignore[union-attr]
@@ -188,7 +184,7 @@ def argument_reused_between(graph: TrainGraph) -> TrainGraph:
 
 
 def started_in_another_order(graph: TrainGraph) -> TrainGraph:
-    first, second = (node_of(graph, STARTS[COLLECTIVES.all_reduce.default], number) for number in (0, 1))
+    first, second = (node_calling(graph, STARTS[COLLECTIVES.all_reduce.default], number) for number in (0, 1))
     mm = second.args[0]
     for node in (second, mm, *mm.all_input_nodes):  # type: ignore[union-attr]
         if node.op == "call_function":
@@ -198,7 +194,7 @@ def started_in_another_order(graph: TrainGraph) -> TrainGraph:
 
 
 def started_twice(graph: TrainGraph) -> TrainGraph:
-    wait = node_of(graph, WAIT)
+    wait = node_calling(graph, WAIT)
     start: Any = wait.args[0]
     with graph.graph.inserting_after(start):
         again = graph.graph.node_copy(start)
@@ -208,20 +204,20 @@ def started_twice(graph: TrainGraph) -> TrainGraph:
 
 
 def waited_for_twice(graph: TrainGraph) -> TrainGraph:
-    wait = node_of(graph, WAIT)
+    wait = node_calling(graph, WAIT)
     with graph.graph.inserting_after(wait):
         again = graph.graph.node_copy(wait)
     return graph.replace(phase={**graph.phase, again.name: graph.phase[wait.name]})
 
 
 def another_group(graph: TrainGraph) -> TrainGraph:
-    start = node_of(graph, STARTS[COLLECTIVES.all_reduce.default])
+    start = node_calling(graph, STARTS[COLLECTIVES.all_reduce.default])
     start.args = (*start.args[:2], "another group")
     return graph.replace()
 
 
 def another_reduction(graph: TrainGraph) -> TrainGraph:
-    start = node_of(graph, STARTS[COLLECTIVES.all_reduce.default])
+    start = node_calling(graph, STARTS[COLLECTIVES.all_reduce.default])
     start.args = (start.args[0], "max", start.args[2])
     return graph.replace()
 
@@ -262,8 +258,8 @@ def test_a_wait_in_another_part_of_the_step_is_refused() -> None:
     assert graph.phase["all_reduce_wait"] is graph.phase["all_reduce"]
     check_graph(graph, "overlap")
     late = graph.replace(phase={**graph.phase, "all_reduce_wait": graph.phase["cos"], "exp": graph.phase["cos"]})
-    node_of(late, torch.ops.aten.cos.default).append(node_of(late, WAIT))
-    node_of(late, WAIT).append(node_of(late, torch.ops.aten.exp.default))
+    node_calling(late, torch.ops.aten.cos.default).append(node_calling(late, WAIT))
+    node_calling(late, WAIT).append(node_calling(late, torch.ops.aten.exp.default))
     with pytest.raises(
         VerifyError, match="all_reduce_wait waits in another part of the step than all_reduce begins in"
     ):

@@ -11,20 +11,15 @@ from torch.testing import FileCheck
 
 from roamc.errors import OptionError, PlanError
 from roamc.graph import TrainGraph
-from roamc.graph.lifetimes import live_bytes
 from roamc.graph.memory import build_memory
 from roamc.graph.verify import check_graph, constraints
 from roamc.options import Options
 from roamc.passes import reorder, reuse
 from roamc.solvers.order import ALGORITHMS
-from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
+from tests.graphs import assert_same, clones, graph_and_inputs, peak, run_real, traced
 from tests.random_graphs import random_model
 
 X = torch.zeros(256)  # 1024 bytes
-
-
-def peak(graph: TrainGraph) -> int:
-    return int(live_bytes(build_memory(graph)).max(initial=0))
 
 
 def reordered(graph: TrainGraph, options: Options = Options()) -> TrainGraph:  # noqa: B008

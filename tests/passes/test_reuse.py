@@ -18,7 +18,7 @@ from roamc.graph.verify import check_graph
 from roamc.operators import ops
 from roamc.options import Options
 from roamc.passes import reuse
-from tests.graphs import assert_same, clones, graph_and_inputs, run_real, traced
+from tests.graphs import assert_same, clones, graph_and_inputs, peak, run_real, traced
 from tests.random_graphs import random_model
 
 aten = torch.ops.aten
@@ -39,10 +39,6 @@ def written_over(graph: TrainGraph) -> set[str]:
 
 def with_reuse(graph: TrainGraph) -> TrainGraph:
     return reuse.apply(graph, reuse.decide(graph, Options()))
-
-
-def peak(graph: TrainGraph) -> int:
-    return int(live_bytes(build_memory(graph)).max())
 
 
 def test_chain_of_pointwise_operators_lies_in_one_place() -> None:

@@ -15,13 +15,12 @@ from torch.nn import functional as F
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import TrainGraph, operators
 from roamc.graph.fingerprint import fingerprint
-from roamc.graph.memory import build_memory
 from roamc.graph.shard_judge import check
 from roamc.graph.verify import check_graph
 from roamc.options import Options, parse_options
 from roamc.passes import shard
 from roamc.passes.shard import Decision, choose
-from tests.graphs import joint_graph, traced
+from tests.graphs import joint_graph, saved_bytes, traced
 from tests.parallel import BOUND, COLUMNS, KINDS, ROWS, batch, build, worst_error
 from tests.shards import COLLECTIVES, GROUP, captured, counted, inputs_of, normal_form, one_rank, run_ranks, split
 
@@ -121,10 +120,6 @@ class Layer(nn.Module):
         weights = F.dropout(torch.softmax(q @ k.transpose(2, 3) * self.size**-0.5, -1), 0.1)
         x = x + F.dropout(self.o((weights @ v).transpose(1, 2).reshape(b, s, -1)), 0.1)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1)
-
-
-def saved_bytes(graph: TrainGraph) -> int:
-    return sum(storage.nbytes for storage in build_memory(graph).saved)
 
 
 def layers_of(count: int, ranks: int) -> TrainGraph:

@@ -20,7 +20,7 @@ from roamc.options import Options
 from roamc.passes import shard
 from roamc.passes.shard import choose, classes
 from tests.parallel import BOUND, worst_error
-from tests.shards import Classes, counted, normal_form, run_ranks, split
+from tests.shards import Classes, counted, joined, normal_form, run_ranks, split
 
 aten = torch.ops.aten
 VOCABULARY, WIDTH, BATCH, LENGTH = 20, 16, 4, 6
@@ -165,16 +165,11 @@ def assert_same(sharded: TrainGraph, make: Callable[[], Model], ranks: int, igno
     wanted = {key: p.grad for key, p in one.named_parameters() if p.grad is not None}
     assert all(torch.allclose(loss, each[0], rtol=BOUND, atol=0, equal_nan=True) for each in results)
     gradients = [dict(zip(wanted, each[1:], strict=False)) for each in results]
-    whole = {key: _whole([each[key] for each in gradients], grad.shape) for key, grad in wanted.items()}
+    whole = {key: joined([each[key] for each in gradients], grad.shape) for key, grad in wanted.items()}
     if loss.isfinite():
         assert worst_error(whole, wanted) <= BOUND
     else:
         assert all(torch.allclose(whole[key], grad, equal_nan=True) for key, grad in wanted.items())
-
-
-def _whole(parts: list[Tensor], shape: torch.Size) -> Tensor:
-    dims = [dim for dim, size in enumerate(shape) if parts[0].shape[dim] != size]
-    return torch.cat(parts, dims[0]) if dims else parts[0]
 
 
 def largest_logits(graph: TrainGraph) -> int:

@@ -16,7 +16,7 @@ from roamc.graph import TrainGraph, tensors_of
 from roamc.graph.storage_ids import STORAGES
 from roamc.options import Options
 from roamc.planning import pipeline, search
-from tests.graphs import traced
+from tests.graphs import node_calling, traced
 
 X = torch.randn(64, 64)
 aten = torch.ops.aten
@@ -31,75 +31,71 @@ def function(x: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
     return c - torch.rand_like(x), (c / 3).exp()
 
 
-def node_of(graph: TrainGraph, target: object, number: int = 0) -> torch.fx.Node:
-    return [node for node in graph.graph.nodes if node.target is target][number]
-
-
 def left_out(target: object, graph: TrainGraph) -> TrainGraph:
-    node = node_of(graph, target)
+    node = node_calling(graph, target)
     node.replace_all_uses_with(node.all_input_nodes[0])
     graph.graph.erase_node(node)
     return graph.replace(phase={name: phase for name, phase in graph.phase.items() if name != node.name})
 
 
 def arguments_exchanged(graph: TrainGraph) -> TrainGraph:
-    node = node_of(graph, aten.sub.Tensor)
+    node = node_calling(graph, aten.sub.Tensor)
     node.args = (node.args[1], node.args[0])
     return graph.replace()
 
 
 def other_operator(graph: TrainGraph) -> TrainGraph:
-    node_of(graph, aten.cos.default).target = aten.sin.default
+    node_calling(graph, aten.cos.default).target = aten.sin.default
     return graph.replace()
 
 
 def other_number(graph: TrainGraph) -> TrainGraph:
-    node = node_of(graph, aten.div.Tensor)
+    node = node_calling(graph, aten.div.Tensor)
     node.args = (node.args[0], 3.0)
     return graph.replace()
 
 
 def other_tensor_of_the_same_shape(graph: TrainGraph) -> TrainGraph:
-    node = node_of(graph, aten.mm.default)
+    node = node_calling(graph, aten.mm.default)
     node.args = (node.args[0], node.args[0])
     return graph.replace()
 
 
 def read_behind_the_write(graph: TrainGraph) -> TrainGraph:
-    node_of(graph, aten.mul_.Tensor).append(node_of(graph, aten.sub.Tensor))
+    node_calling(graph, aten.mul_.Tensor).append(node_calling(graph, aten.sub.Tensor))
     return graph.replace()
 
 
 def draws_exchanged(graph: TrainGraph) -> TrainGraph:
-    first, second = (node_of(graph, aten.rand_like.default, number) for number in (0, 1))
+    first, second = (node_calling(graph, aten.rand_like.default, number) for number in (0, 1))
     first.prepend(second)
     return graph.replace()
 
 
 def read_before_it_is_made(graph: TrainGraph) -> TrainGraph:
-    node_of(graph, aten.sin.default).prepend(node_of(graph, aten.cos.default))
+    node_calling(graph, aten.sin.default).prepend(node_calling(graph, aten.cos.default))
     return graph.replace()
 
 
 def outputs_exchanged(graph: TrainGraph) -> TrainGraph:
-    end = node_of(graph, "output")
+    end = node_calling(graph, "output")
     end.args = (tuple(reversed(end.args[0])),)  # type: ignore[arg-type]
     return graph.replace()
 
 
 def noted_as_another_tensor(graph: TrainGraph) -> TrainGraph:
-    cos, sin = node_of(graph, aten.cos.default), node_of(graph, aten.sin.default)
+    cos, sin = node_calling(graph, aten.cos.default), node_calling(graph, aten.sin.default)
     cos.meta = {**cos.meta, STORAGES: sin.meta[STORAGES]}
     return graph.replace()
 
 
 def written_over(target: object, graph: TrainGraph) -> TrainGraph:
     """The operator's result lies in its first argument."""
-    return graph.replace(reuse={**graph.reuse, node_of(graph, target).name: 0})
+    return graph.replace(reuse={**graph.reuse, node_calling(graph, target).name: 0})
 
 
 def written_over_no_tensor(graph: TrainGraph) -> TrainGraph:
-    node = node_of(graph, aten.neg.default)
+    node = node_calling(graph, aten.neg.default)
     return graph.replace(reuse={**graph.reuse, node.name: 1})
 
 

@@ -27,7 +27,7 @@ from roamc.planning.plan import Plan
 from roamc.planning.plan_maker import prepared
 from roamc.rewriting.arrange import arrange
 from roamc.solvers.retain import EFFORT, RetainSolution, solve
-from tests.graphs import assert_same, clones, graph_and_inputs, traced
+from tests.graphs import assert_same, clones, graph_and_inputs, peak, traced
 from tests.passes.retain.test_codecs import late_graph
 from tests.passes.retain.test_compress import MODELS, ROUTES, all_codes, cleaned, squares
 from tests.planning.test_pipeline import run_program
@@ -62,10 +62,6 @@ def choice_of(graph: TrainGraph) -> Choice:
     return Choice(graph, Options(memory_budget="min"), order, PROFILE, prices)
 
 
-def peak_of(graph: TrainGraph) -> int:
-    return int(live_bytes(build_memory(graph)).max())
-
-
 def reruns_alone(choice: Choice, target: int) -> RetainSolution:
     """The solver's answer without codecs."""
     return solve(dataclasses.replace(choice.asked.problem, offers=()), target)
@@ -77,7 +73,7 @@ def test_decision_is_what_it_says_and_never_dearer_than_reruns_alone(route: str)
     choice = choice_of(graph)
     used = 0
     for share in (0.9, 0.75, 0.6):
-        target = int(peak_of(graph) * share)
+        target = int(peak(graph) * share)
         decision, plain = choice.decide(target), reruns_alone(choice, target)
         assert decision.peak_bytes <= target
         assert decision.added_seconds <= plain.seconds
@@ -94,12 +90,12 @@ def test_decision_is_what_it_says_and_never_dearer_than_reruns_alone(route: str)
 def test_the_pass_decides_by_itself(route: str) -> None:
     graph, _ = cleaned(*tower(), route)
     assert retain.decide(graph, Options()) is retain.NOTHING
-    target = int(peak_of(graph) * 0.7)
+    target = int(peak(graph) * 0.7)
     kept, least = (retain.decide(graph, Options(memory_budget=limit)) for limit in (target, 0))
     assert least.peak_bytes < kept.peak_bytes <= target
     assert least.added_seconds > kept.added_seconds > 0
     after = retain.apply(copied(graph), kept)
-    assert peak_of(reuse.apply(after, reuse.decide(after, Options()))) <= kept.peak_bytes
+    assert peak(reuse.apply(after, reuse.decide(after, Options()))) <= kept.peak_bytes
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -111,7 +107,7 @@ def test_no_set_of_codecs_is_below_the_bound(route: str) -> None:
     subsets = [s for count in range(5) for s in itertools.combinations(range(4), count)]
     positive = 0
     for share in (0.9, 0.8, 0.7, 0.6):
-        target = int(peak_of(graph) * share)
+        target = int(peak(graph) * share)
         bound = choice.search.bounds.seconds(target)
         solutions = [choice.search._ask(subset, target, {}, EFFORT.simulations) for subset in subsets]
         kept = [solution.seconds for solution in solutions if solution.peak_bytes <= target]
@@ -205,9 +201,9 @@ def test_copy_of_what_is_kept_anyway_is_dropped_and_made_again(copy: str) -> Non
     graph = traced(step, torch.randn(512, 300, dtype=dtype))
     graph = late_graph(graph, {"add_1", "sum_3", "add_2", "sum_4"})
     choice = choice_of(graph)
-    peak = reruns_alone(choice, 1 << 60).peak_bytes
-    decision = choice.decide(peak - 1)
-    assert decision.peak_bytes < peak
+    most = reruns_alone(choice, 1 << 60).peak_bytes
+    decision = choice.decide(most - 1)
+    assert decision.peak_bytes < most
     again = {name for _, name, *_ in decision.reruns}
     assert copy in again
     assert "tanh" not in again
