@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from benchmarks.models import class_loss, language_loss, next_token
 
 HOW = ("block", "select")
 """What checkpointing keeps: a block's inputs only, or also its matrix products and attention."""
@@ -93,23 +94,9 @@ def _tokens(batch: int, length: int, vocab: int) -> Tensor:
     return torch.randint(0, vocab, (batch, length), generator=_generator())
 
 
-def _next_token(net: nn.Module, idx: Tensor) -> Tensor:
-    logits = net(idx)
-    return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), idx[:, 1:].reshape(-1))
-
-
 def _labels(net: nn.Module, idx: Tensor) -> Tensor:
     loss: Tensor = net(input_ids=idx, labels=idx, use_cache=False).loss
     return loss
-
-
-def _masked(net: nn.Module, idx: Tensor) -> Tensor:
-    loss: Tensor = net(input_ids=idx, labels=idx).loss
-    return loss
-
-
-def _classes(net: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(net(pixel_values=pixels).logits, labels)
 
 
 def _gpt(quick: bool) -> Blocked:
@@ -118,7 +105,7 @@ def _gpt(quick: bool) -> Blocked:
     layers, width, batch, length = (2, 48, 2, 32) if quick else (6, 384, 16, 256)
     net = NanoGPT(vocab=128, width=width, heads=6, layers=layers)
     net.places = nn.Embedding(length, width)
-    return Blocked(Training(net, _next_token), (_tokens(batch, length, 128),), ("net.blocks",))
+    return Blocked(Training(net, next_token), (_tokens(batch, length, 128),), ("net.blocks",))
 
 
 def _bert(quick: bool) -> Blocked:
@@ -130,7 +117,7 @@ def _bert(quick: bool) -> Blocked:
         intermediate_size=4 * width, attn_implementation="eager",
     )  # fmt: skip
     return Blocked(
-        Training(BertForMaskedLM(config), _masked), (_tokens(batch, length, vocab),), ("net.bert.encoder.layer",)
+        Training(BertForMaskedLM(config), language_loss), (_tokens(batch, length, vocab),), ("net.bert.encoder.layer",)
     )
 
 
@@ -153,7 +140,7 @@ def _resnet50(quick: bool) -> Blocked:
     pixels = torch.randn(batch, 3, side, side, generator=_generator())
     labels = torch.randint(0, 10, (batch,), generator=_generator())
     stages = tuple(f"net.resnet.encoder.stages.{stage}.layers" for stage in range(4))
-    return Blocked(Training(ResNetForImageClassification(config), _classes), (pixels, labels), stages)
+    return Blocked(Training(ResNetForImageClassification(config), class_loss), (pixels, labels), stages)
 
 
 BLOCKED: dict[str, Callable[[bool], Blocked]] = {"gpt": _gpt, "bert": _bert, "llama": _llama, "resnet50": _resnet50}

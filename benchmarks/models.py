@@ -29,16 +29,19 @@ def _labelled(batch: int, side: int) -> tuple[Tensor, ...]:
     return torch.randn(batch, 3, side, side, generator=generator), torch.randint(0, 10, (batch,), generator=generator)
 
 
-def _language(model: nn.Module, idx: Tensor) -> Tensor:
+def language_loss(model: nn.Module, idx: Tensor) -> Tensor:
+    """The loss that a language model of transformers computes itself."""
     loss: Tensor = model(input_ids=idx, labels=idx).loss
     return loss
 
 
-def _classes(model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
+def class_loss(model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
+    """The loss of an image classifier of transformers."""
     return F.cross_entropy(model(pixel_values=pixels).logits, labels)
 
 
-def _next_byte(model: nn.Module, idx: Tensor) -> Tensor:
+def next_token(model: nn.Module, idx: Tensor) -> Tensor:
+    """The loss of a model that gives logits, for predicting the next token."""
     logits = model(idx)
     return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), idx[:, 1:].reshape(-1))
 
@@ -60,14 +63,14 @@ def _nanogpt(dropout: float) -> Workload:
 
     model = NanoGPT(vocab=256, width=384, heads=6, layers=6, dropout=dropout)
     model.places = nn.Embedding(256, 384)
-    return Workload(model, (_tokens(4, 256, 256),), _next_byte)
+    return Workload(model, (_tokens(4, 256, 256),), next_token)
 
 
 def _gpt2(layers: int, width: int, batch: int, length: int) -> Workload:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64)
-    return Workload(GPT2LMHeadModel(config), (_tokens(batch, length, 50257),), _language)
+    return Workload(GPT2LMHeadModel(config), (_tokens(batch, length, 50257),), language_loss)
 
 
 def _bert() -> Workload:
@@ -77,7 +80,7 @@ def _bert() -> Workload:
         vocab_size=8192, hidden_size=384, num_hidden_layers=4, num_attention_heads=6, intermediate_size=1536,
         attn_implementation="eager",
     )  # fmt: skip
-    return Workload(BertForMaskedLM(config), (_tokens(4, 128, 8192),), _language)
+    return Workload(BertForMaskedLM(config), (_tokens(4, 128, 8192),), language_loss)
 
 
 def _llama() -> Workload:
@@ -87,7 +90,7 @@ def _llama() -> Workload:
         vocab_size=8192, hidden_size=384, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=6,
         num_key_value_heads=2,
     )  # fmt: skip
-    return Workload(LlamaForCausalLM(config), (_tokens(4, 128, 8192),), _language)
+    return Workload(LlamaForCausalLM(config), (_tokens(4, 128, 8192),), language_loss)
 
 
 def _t5() -> Workload:
@@ -96,7 +99,7 @@ def _t5() -> Workload:
     config = T5Config(
         vocab_size=8192, d_model=256, d_kv=64, d_ff=1024, num_layers=3, num_heads=4, decoder_start_token_id=0
     )
-    return Workload(T5ForConditionalGeneration(config), (_tokens(4, 96, 8192),), _language)
+    return Workload(T5ForConditionalGeneration(config), (_tokens(4, 96, 8192),), language_loss)
 
 
 def _vit() -> Workload:
@@ -106,27 +109,27 @@ def _vit() -> Workload:
         hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536, image_size=112,
         patch_size=16, num_labels=10,
     )  # fmt: skip
-    return Workload(ViTForImageClassification(config), _labelled(4, 112), _classes)
+    return Workload(ViTForImageClassification(config), _labelled(4, 112), class_loss)
 
 
 def _resnet50() -> Workload:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    return Workload(ResNetForImageClassification(ResNetConfig(num_labels=10)), _labelled(4, 112), _classes)
+    return Workload(ResNetForImageClassification(ResNetConfig(num_labels=10)), _labelled(4, 112), class_loss)
 
 
 def _mobilenet() -> Workload:
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
     config = MobileNetV2Config(num_labels=10, image_size=112)
-    return Workload(MobileNetV2ForImageClassification(config), _labelled(8, 112), _classes)
+    return Workload(MobileNetV2ForImageClassification(config), _labelled(8, 112), class_loss)
 
 
 def _swin() -> Workload:
     from transformers import SwinConfig, SwinForImageClassification
 
     config = SwinConfig(image_size=112, embed_dim=48, depths=[2, 2, 4], num_heads=[3, 6, 12], num_labels=10)
-    return Workload(SwinForImageClassification(config), _labelled(4, 112), _classes)
+    return Workload(SwinForImageClassification(config), _labelled(4, 112), class_loss)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
@@ -141,7 +144,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "resnet50": _resnet50,
     "mobilenetv2": _mobilenet,
     "swin": _swin,
-    "lstm": lambda: Workload(_LSTM(), (_tokens(8, 32, 256),), _next_byte),
+    "lstm": lambda: Workload(_LSTM(), (_tokens(8, 32, 256),), next_token),
 }
 
 

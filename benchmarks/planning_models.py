@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.classic_nets import VGG16, AlexNet, MNASNet
+from benchmarks.models import class_loss
 from roamc.frontends.workload import OPTIMIZERS, Workload, capture
 from roamc.graph import TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory, input_bytes
@@ -67,10 +68,6 @@ def _tokens(length: int) -> Callable[[int], tuple[Tensor, ...]]:
 
 def _plain(model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(pixels), labels)
-
-
-def _classes(model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(pixel_values=pixels).logits, labels)
 
 
 def _language(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -123,9 +120,9 @@ MODELS: dict[str, Recipe] = {
     "alexnet": Recipe(AlexNet, _images, _plain),
     "vgg16": Recipe(VGG16, _images, _plain),
     "mnasnet": Recipe(MNASNet, _images, _plain),
-    "mobilenet": Recipe(_mobilenet, _images, _classes),
-    "efficientnet": Recipe(_efficientnet, _images, _classes),
-    "vit": Recipe(_vit, _images, _classes),
+    "mobilenet": Recipe(_mobilenet, _images, class_loss),
+    "efficientnet": Recipe(_efficientnet, _images, class_loss),
+    "vit": Recipe(_vit, _images, class_loss),
     "bert": Recipe(_bert, _tokens(512), _language),
     "gpt2": Recipe(_gpt2(), _tokens(1024), _language),
     "gpt2-xl-s128": Recipe(_XL, _tokens(128), _language),
