@@ -53,7 +53,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
         if operator.phase is not Phase.FORWARD:
             for storage in operator.reads:
                 finder.renew(storage, step)
-    reruns, _ = with_readers(graph, [operator.node.name for operator in memory.operators], finder.found)
+    reruns, _ = with_readers(graph, [operator.node.name for operator in memory.operators], finder.reruns)
     return Decision(tuple(reruns))
 
 
@@ -88,7 +88,7 @@ class _Finder:
     def __init__(self, memory: MemoryModel, marked: set[int]) -> None:
         self.memory = memory
         self.missing = marked
-        self.found: list[Run] = []
+        self.reruns: list[Run] = []
         names = [operator.node.name for operator in memory.operators]
         nodes = {operator.node.name: operator.node for operator in memory.operators}
         self.until = expiries(memory, nodes, names, range(len(names)), boundary=False)
@@ -107,7 +107,7 @@ class _Finder:
             pending.pop()
             if to_renew:
                 storages = tuple(index for index in maker.births if index in self.missing)
-                self.found.append(Run(step, maker.node.name, storages))
+                self.reruns.append(Run(step, maker.node.name, storages))
                 self.missing.difference_update(storages)
 
     def _is_due(self, storage: int, step: int) -> bool:

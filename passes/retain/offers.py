@@ -33,7 +33,7 @@ from roamc.passes.retain.compress import (
 )
 from roamc.passes.retain.problem import Question, question
 from roamc.solvers.order.problem import reads, reusables, writes
-from roamc.solvers.retain import Extra, Made, Offer, Part
+from roamc.solvers.retain import Extra, Offer, Part, Result
 
 WORTH_SHARE = 1_000
 """A storage gets a codec only if it is larger than all saved bytes divided by this number."""
@@ -70,7 +70,7 @@ class _Row:
     workspace: int
     repeatable: bool
     reads: tuple[int, ...]
-    makes: tuple[Made, ...]
+    makes: tuple[Result, ...]
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class _Offers:
             repeatable=bool(problem.repeatable[op]),
             reads=tuple(map(_own, reads(order).lists()[op])),
             makes=tuple(
-                Made(int(order.size[k]), bool(problem.droppable[k]), tuple(map(_own, reusable[k]))) for k in buffers
+                Result(int(order.size[k]), bool(problem.droppable[k]), tuple(map(_own, reusable[k]))) for k in buffers
             ),
         )
 

@@ -158,7 +158,7 @@ def _sent(before: TrainGraph, after: TrainGraph, first: str, ranks: int) -> str:
     return f"a step has {has}, and had {was}"
 
 
-def _named(region: choose.Found, form: Form) -> tuple[str, ...]:
+def _named(region: choose.Candidate, form: Form) -> tuple[str, ...]:
     """The names of the region's values that have ``form``; a picked result has that of what it is picked from."""
     return tuple(
         name

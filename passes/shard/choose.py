@@ -40,7 +40,7 @@ Forms = dict[fx.Node, tuple[Form | None, ...]]
 
 
 @dataclass
-class Found:
+class Candidate:
     """A region: values of one group of ranks and one number of tokens that can be split along the tokens.
 
     Attributes:
@@ -64,13 +64,13 @@ class Found:
         return self.tokens % self.ranks == 0
 
 
-def regions(graph: TrainGraph) -> list[Found]:
+def regions(graph: TrainGraph) -> list[Candidate]:
     """Return the regions of ``graph``, which stays as it is.
 
     A region whose number of tokens the ranks do not divide has no forms. One in which no operator works on shards is
     left out.
     """
-    sharded: list[Found] = []
+    sharded: list[Candidate] = []
     taken: set[fx.Node] = set()
     for each in _candidates(graph):
         search = _Search(graph, each, taken)
@@ -105,7 +105,7 @@ def groups(graph: TrainGraph) -> list[object]:
     return list(dict.fromkeys(group_of(node) for node in forward if is_source(node)))
 
 
-def _candidates(graph: TrainGraph) -> Iterator[Found]:
+def _candidates(graph: TrainGraph) -> Iterator[Candidate]:
     """One for each group and number of tokens that an all-reduce in forward has."""
     seen: set[tuple[object, int]] = set()
     for node in operators(graph.graph):
@@ -115,7 +115,7 @@ def _candidates(graph: TrainGraph) -> Iterator[Found]:
         ranks = ranks_in(group)
         if (group, tokens) not in seen and ranks is not None and ranks > 1 and tokens > 1:
             seen.add((group, tokens))
-            yield Found(node, group, ranks, tokens)
+            yield Candidate(node, group, ranks, tokens)
 
 
 def _tokens(node: fx.Node) -> int:
@@ -126,7 +126,7 @@ def _tokens(node: fx.Node) -> int:
 class _Search:
     """Finds the forms of one region."""
 
-    def __init__(self, graph: TrainGraph, region: Found, taken: set[fx.Node]) -> None:
+    def __init__(self, graph: TrainGraph, region: Candidate, taken: set[fx.Node]) -> None:
         self.graph, self.region, self.taken = graph, region, taken
         self.nodes = operators(graph.graph)
         self.varies = varying(graph, region.group)

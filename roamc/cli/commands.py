@@ -377,7 +377,7 @@ def _drawn(request: Request, source: bool, curve: bool, path: Path) -> Explanati
         drawn = picture(request, source=source, curve=curve, say=stages.now)
         stages.now(f"drawing {request.target}")
         write(path, drawn)
-    return drawn.found
+    return drawn.report
 
 
 def _check_writable(path: Path) -> None:

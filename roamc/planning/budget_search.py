@@ -25,7 +25,7 @@ from roamc.planning.effort import EFFORT, Effort
 from roamc.units import Bytes, Seconds
 
 
-class Made(Protocol):
+class Outcome(Protocol):
     """What the choice among plans reads of a plan; any class with these two properties will do."""
 
     @property
@@ -37,7 +37,7 @@ class Made(Protocol):
         """Predicted time per step of all reruns and codecs."""
 
 
-class Tried(Made, Protocol):
+class Attempt(Outcome, Protocol):
     """A plan for which pass ``retain`` was asked for some peak of live bytes; it has two more properties."""
 
     @property
@@ -49,8 +49,8 @@ class Tried(Made, Protocol):
         """Whether :attr:`asked_bytes` is above the peak that ``retain`` was asked for."""
 
 
-M = TypeVar("M", bound=Made)
-T = TypeVar("T", bound=Tried)
+M = TypeVar("M", bound=Outcome)
+T = TypeVar("T", bound=Attempt)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class _Search:
     failed: Bytes = 1 << 62
     effort: Effort = EFFORT
 
-    def next(self, target: Bytes, tried: Tried) -> Bytes | None:
+    def next(self, target: Bytes, tried: Attempt) -> Bytes | None:
         """Note the plan that was ``tried`` for ``target`` and return the next target; None to end the search."""
         fits = tried.needed_bytes <= self.budget
         if fits:
@@ -175,7 +175,7 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
     return lowest
 
 
-def _below(lowest: Made, effort: Effort) -> Bytes:
+def _below(lowest: Outcome, effort: Effort) -> Bytes:
     """Return the budget to ask for next, a little below what the lowest plan so far needs."""
     return lowest.needed_bytes - max(1, int(lowest.needed_bytes * effort.descent_share))
 
@@ -201,5 +201,5 @@ def best(plans: Sequence[M], budget: Bytes) -> M:
     return min(plans, key=_bytes_then_time)
 
 
-def _bytes_then_time(one: Made) -> tuple[Bytes, Seconds]:
+def _bytes_then_time(one: Outcome) -> tuple[Bytes, Seconds]:
     return one.needed_bytes, one.added_seconds

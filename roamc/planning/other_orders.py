@@ -57,7 +57,7 @@ def falls_short(placed: layout.Decision) -> bool:
 
 
 @dataclass(frozen=True)
-class Found:
+class LaidOut:
     """An order and its layout.
 
     Attributes:
@@ -74,7 +74,7 @@ class Found:
         return self.placed.peak_bytes
 
 
-def decide(graph: TrainGraph, first: Found, options: Options, effort: Effort = EFFORT) -> Found:
+def decide(graph: TrainGraph, first: LaidOut, options: Options, effort: Effort = EFFORT) -> LaidOut:
     """Choose the order with the lowest total among the present one and others with no higher peak of live bytes.
 
     The search ends with the first order whose total is no more than the live bytes of the present order, in its arena
@@ -95,16 +95,16 @@ def decide(graph: TrainGraph, first: Found, options: Options, effort: Effort = E
     problem, names = scene.problem()
     for other in islice(equal_peaks(problem, np.arange(problem.num_ops, dtype=np.int32)), effort.trial_orders):
         order = tuple(names[index] for index in other.order.tolist() if names[index] != HANDOVER)
-        candidate = Found(_with_order(first.ordered, other, order), scene.lay_out(order, effort.trial_nodes))
+        candidate = LaidOut(_with_order(first.ordered, other, order), scene.lay_out(order, effort.trial_nodes))
         tried.append((other.name, candidate.total))
         progress.say(f"layout of order {len(tried)}: {format_bytes(candidate.total)}, at best {format_bytes(floor)}")
         best = min(best, candidate, key=lambda item: item.total)
         if best.total <= floor:
             break
     if best.total > floor and options.layout_nodes > effort.first_nodes:
-        candidate = Found(first.ordered, scene.lay_out(first.ordered.order, options.layout_nodes))
+        candidate = LaidOut(first.ordered, scene.lay_out(first.ordered.order, options.layout_nodes))
         best = min(candidate, best, key=lambda item: item.total)
-    return Found(dataclasses.replace(best.ordered, laid_out=tuple(tried)), best.placed)
+    return LaidOut(dataclasses.replace(best.ordered, laid_out=tuple(tried)), best.placed)
 
 
 def _with_order(ordered: reorder.Decision, other: NamedOrder, order: tuple[str, ...]) -> reorder.Decision:

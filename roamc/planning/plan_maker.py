@@ -255,7 +255,7 @@ class PlanMaker:
     def _other_orders(self, end: State) -> State:
         """Return the state with the best of the orders with no higher peak, where the layout of ``end`` falls short."""
         begun = time.perf_counter()
-        first = other_orders.Found(end.decisions[reorder.NAME], end.decisions[layout.NAME])
+        first = other_orders.LaidOut(end.decisions[reorder.NAME], end.decisions[layout.NAME])
         graph = end.graph.replace(reuse={}, layout=None)
         best = other_orders.decide(graph, first, self.options, self.effort)
         decisions = {reorder.NAME: best.ordered, layout.NAME: best.placed}

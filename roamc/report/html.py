@@ -56,7 +56,7 @@ def render(picture: Picture) -> str:
     )
     pages.filters.update(bytes=format_bytes, short=text.short)
     pages.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": True}
-    plan, report = picture.found.plan, picture.found
+    plan, report = picture.report.plan, picture.report
     return pages.get_template("page.html").render(
         plan=plan,
         plot_width=WIDTH,
@@ -80,7 +80,7 @@ def charts(picture: Picture) -> dict[str, Chart]:
     ``before`` and ``after`` are timelines of eager's and of the planned order, to one scale. ``arena`` and ``outside``
     show the storages of the planned order; each is left out if it has none.
     """
-    report, plan = picture.found, picture.found.plan
+    report, plan = picture.report, picture.report.plan
     top = _room(max(report.eager.live_bytes, report.planned.live_bytes, plan.arena_bytes))
     bound = {"bound": ("lower bound", plan.bound_bytes)} if plan.bound_bytes else {}
     lines = {**bound, "arena": ("arena", plan.arena_bytes)}

@@ -99,7 +99,7 @@ class Picture:
     """Everything that is drawn of one plan.
 
     Attributes:
-        found: the explanation, with the plan and the peaks of both orders.
+        report: the explanation, with the plan and the peaks of both orders.
         before: live bytes in program order, gradients kept to the end, as eager PyTorch runs it.
         after: live bytes in the planned order.
         arena: the storages of the arena, at their offsets.
@@ -107,7 +107,7 @@ class Picture:
         trims: ranges of the arena that are trimmed.
     """
 
-    found: Explanation
+    report: Explanation
     before: Course
     after: Course
     arena: tuple[Box, ...]
@@ -145,7 +145,7 @@ def draw(report: Explanation, before: Course, graph: TrainGraph, lives: Lives) -
     outside = [storage for storage in after.storages if storage.name not in offset and storage.born < storage.dead]
     lows = _stacked(outside)
     return Picture(
-        found=report,
+        report=report,
         before=before,
         after=after,
         arena=tuple(Box(s, offset[s.name], tensors(s.name)) for s in after.storages if s.name in offset),

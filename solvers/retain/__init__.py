@@ -9,7 +9,7 @@ from roamc.solvers.retain.bound import Bounds
 from roamc.solvers.retain.choice import Choice
 from roamc.solvers.retain.effort import EFFORT, Effort
 from roamc.solvers.retain.encoded import Encoded, encoded
-from roamc.solvers.retain.offers import Extra, Made, Offer, Part
+from roamc.solvers.retain.offers import Extra, Offer, Part, Result
 from roamc.solvers.retain.portfolio import Frontier, Ground, solve
 from roamc.solvers.retain.problem import Rerun, RetainProblem, RetainSolution, make_problem, rank_of
 from roamc.solvers.retain.reference import reference_order
@@ -24,10 +24,10 @@ __all__ = [
     "Extra",
     "Frontier",
     "Ground",
-    "Made",
     "Offer",
     "Part",
     "Rerun",
+    "Result",
     "RetainProblem",
     "RetainReport",
     "RetainSolution",

@@ -44,7 +44,7 @@ class Part(IntEnum):
 
 
 @dataclass(frozen=True)
-class Made:
+class Result:
     """A buffer that an operator of an offer makes.
 
     size: bytes.
@@ -79,7 +79,7 @@ class Extra:
     workspace: Bytes
     repeatable: bool
     reads: tuple[int, ...]
-    makes: tuple[Made, ...]
+    makes: tuple[Result, ...]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Offer:
         return math.fsum(each.seconds for each in self.operators)
 
     @cached_property
-    def made(self) -> tuple[Made, ...]:
+    def made(self) -> tuple[Result, ...]:
         """The buffers that its operators make, in their sequence: entry i is what `Extra.reads` names ~i."""
         return tuple(result for each in self.operators for result in each.makes)
 

@@ -85,11 +85,11 @@ class Frontier:
     `Frontier(Ground(problem))` makes an empty one.
 
     ground: the problem with what its searches share; several frontiers may stand on one ground.
-    found: what each call of `solve` found by its own search, in the sequence of the calls.
+    answers: what each call of `solve` found by its own search, in the sequence of the calls.
     """
 
     ground: Ground
-    found: list[RetainSolution] = field(default_factory=list)
+    answers: list[RetainSolution] = field(default_factory=list)
     _search: Search = field(init=False)
     _bounds: Bounds = field(init=False)
 
@@ -109,15 +109,15 @@ class Frontier:
         """
         limit = self._search.work + self.ground.limit(work_limit)
         own = _Run(self._search, self._bounds, self.ground, budget, limit).solve(self._start(budget))
-        self.found.append(own)
-        best = min(self.found, key=lambda solution: solution.rank(budget))
-        least = min(solution.least_peak_bytes for solution in self.found)
+        self.answers.append(own)
+        best = min(self.answers, key=lambda solution: solution.rank(budget))
+        least = min(solution.least_peak_bytes for solution in self.answers)
         return _solution(best, own.bound_seconds, budget, least, own.status, own.work)
 
     @property
     def lowest(self) -> float:
         """The lowest peak of the solutions found so far, in bytes; infinite if there are none."""
-        return min((solution.peak_bytes for solution in self.found), default=math.inf)
+        return min((solution.peak_bytes for solution in self.answers), default=math.inf)
 
     def bound(self, budget: Bytes) -> Seconds:
         """Return a lower bound in seconds: no reruns within the budget, in any order of the operators, add fewer.
@@ -132,8 +132,8 @@ class Frontier:
 
     def _start(self, budget: Bytes) -> RetainSolution | None:
         """Return the solution with the peak nearest to the budget, of equals the best; None if there is none."""
-        nearest = min((abs(solution.peak_bytes - budget) for solution in self.found), default=0)
-        near = [solution for solution in self.found if abs(solution.peak_bytes - budget) == nearest]
+        nearest = min((abs(solution.peak_bytes - budget) for solution in self.answers), default=0)
+        near = [solution for solution in self.answers if abs(solution.peak_bytes - budget) == nearest]
         return min(near, key=lambda solution: solution.rank(budget), default=None)
 
 

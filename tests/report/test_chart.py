@@ -65,7 +65,7 @@ def test_merged_columns_cover_all_steps_and_keep_the_peak(live: list[int], most:
 
 
 def test_names_stand_in_their_rectangles_the_largest_first(picture: Picture) -> None:
-    top, steps = picture.found.plan.arena_bytes, len(picture.after.live)
+    top, steps = picture.report.plan.arena_bytes, len(picture.after.live)
     names = box_chart("arena", "after", picture.arena, picture.after, top, HEIGHT).names
     largest = max(picture.arena, key=lambda box: box.storage.nbytes * (box.storage.dead - box.storage.born))
     assert names
@@ -102,7 +102,7 @@ def test_areas_are_the_stacked_live_bytes(picture: Picture, monkeypatch: pytest.
 
 
 def test_boxes_are_at_their_steps_and_addresses(picture: Picture) -> None:
-    top = picture.found.plan.arena_bytes
+    top = picture.report.plan.arena_bytes
     chart = box_chart("arena", "after", picture.arena, picture.after, top, HEIGHT)
     assert sum(shape.path.count("M") for shape in chart.shapes) == len(picture.arena)
     for shape in chart.shapes:
@@ -115,7 +115,7 @@ def test_boxes_are_at_their_steps_and_addresses(picture: Picture) -> None:
 
 
 def test_trims_lie_below_the_boxes(picture: Picture) -> None:
-    top = picture.found.plan.arena_bytes
+    top = picture.report.plan.arena_bytes
     chart = box_chart("arena", "after", picture.arena, picture.after, top, HEIGHT, (Trimmed(0, top // 2, 1, 3),))
     assert chart.shapes[0] == Shape("trim", f"M1 {HEIGHT // 2}h2v{HEIGHT // 2}h-2z")
 

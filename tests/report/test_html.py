@@ -64,8 +64,8 @@ class Reader(HTMLParser):
 
 
 def without_times(timed: Picture) -> Picture:
-    plan = replace(timed.found.plan, seconds={})
-    return replace(timed, found=replace(timed.found, plan=plan))
+    plan = replace(timed.report.plan, seconds={})
+    return replace(timed, report=replace(timed.report, plan=plan))
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +80,22 @@ def page(small: Picture) -> Reader:
 
 def test_page_has_the_numbers_of_the_terminal(small: Picture, page: Reader) -> None:
     shown = {text.strip() for texts in page.texts.values() for text in texts}
-    for label, value, remark in small.found.plan.rows():
+    for label, value, remark in small.report.plan.rows():
         assert {label, value, remark} <= {*shown, ""}
     assert "planned in" in shown
 
 
 def test_page_lists_all_that_lives_at_both_peaks_largest_first(small: Picture, page: Reader) -> None:
-    peaks = (small.found.planned, small.found.eager)
+    peaks = (small.report.planned, small.report.eager)
     names = {storage.name for peak in peaks for storage in peak.storages}
     listed = [name for name in page.texts["code"] if name in names]
     expected = [storage.name for peak in peaks for storage in peak.storages]
-    at_captions = [name for name in (small.found.eager.name, small.found.planned.name) if name in names]
+    at_captions = [name for name in (small.report.eager.name, small.report.planned.name) if name in names]
     assert listed == [*at_captions, *expected]
 
 
 def test_page_draws_the_curve(small: Picture, page: Reader) -> None:
-    curve = small.found.curve
+    curve = small.report.curve
     assert curve is not None
     kinds = [attributes["class"] for _, attributes in page.elements if "spot" in (attributes.get("class") or "")]
     assert sorted(kinds) == ["spot"] * (len({*curve.spots, curve.now}) - 1) + ["spot now"]
@@ -180,7 +180,7 @@ def test_hostile_names_stay_text(hostile: Picture) -> None:
     assert all(not name.startswith("on") for _, attributes in reader.elements for name in attributes)
     assert reader.texts["script"][1] == expected.texts["script"][1]
     assert HOSTILE in reader.texts["p"]
-    line = hostile.found.planned.storages[0].source
+    line = hostile.report.planned.storages[0].source
     assert line in reader.texts["code"]
     assert line in reader.data()["texts"]
     assert "49" not in line

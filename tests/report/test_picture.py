@@ -51,7 +51,7 @@ def test_before_is_what_eager_holds(route: str) -> None:
 def test_after_is_the_planned_order(drawn: tuple[Picture, Planned]) -> None:
     picture, planned = drawn
     assert np.array_equal(picture.after.live, live_bytes(build_memory(planned.graph)))
-    assert picture.after.live.max() == picture.found.planned.live_bytes == picture.after.live[picture.after.peak]
+    assert picture.after.live.max() == picture.report.planned.live_bytes == picture.after.live[picture.after.peak]
 
 
 def test_kinds_add_up_at_every_step(drawn: tuple[Picture, Planned]) -> None:
@@ -64,7 +64,7 @@ def test_work_names_every_operator_in_its_order(drawn: tuple[Picture, Planned]) 
     picture, planned = drawn
     operators = build_memory(planned.graph).operators
     assert [work.name for work in picture.after.work] == [operator.node.name for operator in operators]
-    peak = picture.found.planned
+    peak = picture.report.planned
     assert picture.after.work[peak.step].source == peak.source
 
 

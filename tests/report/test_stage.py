@@ -37,7 +37,7 @@ def drawn() -> Picture:
 
 @pytest.fixture(scope="module")
 def explained(drawn: Picture) -> Explanation:
-    return drawn.found
+    return drawn.report
 
 
 @pytest.fixture(scope="module")
@@ -107,5 +107,5 @@ def test_json_has_what_the_shares_are_of(explained: Explanation) -> None:
 
 def test_a_plan_without_a_pipeline_speaks_of_no_micro_batch() -> None:
     page = picture(Request("gpt", SIZES | {"layers": 1}))
-    assert "micro-batch" not in str(page.found.plan)
+    assert "micro-batch" not in str(page.report.plan)
     assert "micro-batch" not in render(page)

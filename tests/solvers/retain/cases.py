@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from roamc.solvers.order import OrderProblem, make_problem
 from roamc.solvers.order.problem import consumers, reusables
-from roamc.solvers.retain import Extra, Made, Offer, Part, RetainProblem
+from roamc.solvers.retain import Extra, Offer, Part, Result, RetainProblem
 from roamc.solvers.retain import make_problem as make_retain
 from tests.solvers.order.cases import possible_reuses
 from tests.solvers.order.cases import problems as order_problems
@@ -165,7 +165,7 @@ def offers_of(problem: RetainProblem, code: Sequence[int], extra: Sequence[float
         waiting = tuple(op for op in readers if late[op])
         if waiting and not order.kept[k]:
             size = int(order.size[k])
-            form, again = Made(int(code[k]), code[k] > 0), Made(size, size > 0)
+            form, again = Result(int(code[k]), code[k] > 0), Result(size, size > 0)
             operators = (
                 Extra(Part.ENCODE, int(order.producer[k]), k, float(extra[k]), 0, True, (k,), (form,)),
                 Extra(Part.DECODE, min(waiting), k, 0.0, 0, True, (~0,), (again,)),

@@ -16,9 +16,9 @@ from roamc.solvers.retain import (
     Bounds,
     Choice,
     Extra,
-    Made,
     Offer,
     Part,
+    Result,
     RetainProblem,
     RetainSolution,
     RetainVerdict,
@@ -54,7 +54,7 @@ def with_stand_ins(offer: Offer, dice: random.Random) -> Offer:
     late = tuple(reader for reader, _ in offer.instead if reader not in shapes)
     if not shapes:
         return offer
-    stand_in = Extra(Part.STAND_IN, min(shapes), offer.buffer, 0.0, 0, True, (), (Made(0, False),))
+    stand_in = Extra(Part.STAND_IN, min(shapes), offer.buffer, 0.0, 0, True, (), (Result(0, False),))
     instead = tuple((reader, 2) for reader in shapes) + tuple((reader, 1) for reader in late)
     if late:
         encode, decode = offer.operators
@@ -141,7 +141,7 @@ def test_the_lowest_peak_is_asked_for_as_often_as_the_effort_says(monkeypatch: p
 def test_of_several_offers_the_price_decides() -> None:
     problem = chain(2)
     rows = [
-        Offer(3, nbytes, (Extra(Part.DECODE, 5, 0, seconds, 0, True, (3,), (Made(100, True),)),), ((5, 0),))
+        Offer(3, nbytes, (Extra(Part.DECODE, 5, 0, seconds, 0, True, (3,), (Result(100, True),)),), ((5, 0),))
         for nbytes, seconds in ((50, 1.0), (10, 3.0), (200, 0.0))
     ]
     sizes = [100] * problem.num_buffers
@@ -156,8 +156,8 @@ def test_of_equal_offers_those_that_the_budget_needs_are_taken(budget: int, seco
     """Two buffers of 100 bytes wait while an operator makes 200; each has a form of 10 bytes for a second."""
 
     def smaller(buffer: int, late: int) -> Offer:
-        encode = Extra(Part.ENCODE, buffer, 0, 0.5, 0, False, (buffer,), (Made(10, False),))
-        decode = Extra(Part.DECODE, late, 0, 0.5, 0, False, (~0,), (Made(100, False),))
+        encode = Extra(Part.ENCODE, buffer, 0, 0.5, 0, False, (buffer,), (Result(10, False),))
+        decode = Extra(Part.DECODE, late, 0, 0.5, 0, False, (~0,), (Result(100, False),))
         return Offer(buffer, 10, (encode, decode), ((late, 1),))
 
     buffers = [(100, 0, [3], False), (100, 1, [4], False)]
@@ -178,8 +178,8 @@ def half_read() -> RetainProblem:
     """Operators 0 to 5: 1 makes what 4 reads late, and 0 makes what 1 reads; nothing else reads either of them."""
     buffers = [(100, 0, [1], False), (100, 1, [4], False), (50, 2, [5], False), (1, 4, [5], False), (1, 5, [], True)]
     order = make_order([0] * 6, [], buffers)
-    stand_in = Extra(Part.STAND_IN, 4, 0, 0.0, 0, True, (), (Made(2, True),))
-    made_of_other = Extra(Part.DECODE, 4, 0, 1.0, 0, True, (2,), (Made(100, True),))
+    stand_in = Extra(Part.STAND_IN, 4, 0, 0.0, 0, True, (), (Result(2, True),))
+    made_of_other = Extra(Part.DECODE, 4, 0, 1.0, 0, True, (2,), (Result(100, True),))
     offers = [Offer(1, 0, (stand_in,), ((4, 0),)), Offer(1, 0, (made_of_other,), ((4, 0),))]
     idle = [True, True, True, False, True, True]
     return make_problem(order, range(6), [1.0] * 6, [True] * 6, [True, True, True, True, False], None, idle, offers)
@@ -205,9 +205,9 @@ def test_no_form_waits_behind_the_last_reader_of_what_is_decoded() -> None:
     buffers = [(100, 0, [1, 2, 5], False), (1, 1, [2], False), (1, 2, [3], False), (200, 3, [4], False)]
     order = make_order([0] * 6, [], [*buffers, (1, 4, [5], False), (1, 5, [], True)])
     coded = (
-        Extra(Part.ENCODE, 1, 0, 1.0, 0, True, (0,), (Made(90, True),)),
-        Extra(Part.DECODE, 2, 0, 0.0, 0, True, (~0,), (Made(100, True),)),
-        Extra(Part.STAND_IN, 5, 1, 0.0, 0, True, (), (Made(1, True),)),
+        Extra(Part.ENCODE, 1, 0, 1.0, 0, True, (0,), (Result(90, True),)),
+        Extra(Part.DECODE, 2, 0, 0.0, 0, True, (~0,), (Result(100, True),)),
+        Extra(Part.STAND_IN, 5, 1, 0.0, 0, True, (), (Result(1, True),)),
     )
     offer = Offer(0, 90, coded, ((2, 1), (5, 2)))
     problem = make_problem(order, range(6), [5.0] * 6, [False] * 6, [False] * 6, offers=[offer])
@@ -222,10 +222,10 @@ def test_what_is_left_out_is_no_reader_of_another_offer() -> None:
         [0] * 4, [], [(100, 0, [1, 3], False), (100, 1, [2], False), (1, 2, [3], False), (1, 3, [], True)]
     )
     coded = (
-        Extra(Part.ENCODE, 0, 0, 1.0, 0, True, (0,), (Made(10, True),)),
-        Extra(Part.DECODE, 1, 0, 1.0, 0, True, (~0,), (Made(100, True),)),
+        Extra(Part.ENCODE, 0, 0, 1.0, 0, True, (0,), (Result(10, True),)),
+        Extra(Part.DECODE, 1, 0, 1.0, 0, True, (~0,), (Result(100, True),)),
     )
-    stand_in = Extra(Part.STAND_IN, 2, 0, 0.0, 0, True, (), (Made(1, True),))
+    stand_in = Extra(Part.STAND_IN, 2, 0, 0.0, 0, True, (), (Result(1, True),))
     offers = [Offer(0, 10, coded, ((1, 1), (3, 1))), Offer(1, 0, (stand_in,), ((2, 0),))]
     idle = [False, True, False, False]
     problem = make_problem(order, range(4), [1.0] * 4, [True] * 4, [True] * 3 + [False], None, idle, offers)

@@ -93,7 +93,7 @@ def test_what_is_found_for_one_budget_serves_the_others(seed: int) -> None:
     for budget in budgets:
         solution = front.solve(budget, work_limit=300_000)
         check(problem, budget, solution)
-        for other in front.found:
+        for other in front.answers:
             assert other.peak_bytes > budget or other.seconds >= solution.seconds
         assert solution.status is Status.INFEASIBLE or front.bound(budget) <= solution.seconds
     rising = [front.bound(budget) for budget in sorted(budgets, reverse=True)]
@@ -107,7 +107,7 @@ def test_a_start_is_never_made_worse(seed: int) -> None:
     front = Frontier(Ground(problem))
     for limit in (3_000_000, 1):
         front.solve(budget, work_limit=limit)
-    good, again = front.found
+    good, again = front.answers
     assert good.status is not Status.INFEASIBLE
     assert again.seconds <= good.seconds
 
