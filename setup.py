@@ -24,15 +24,16 @@ def version() -> str:
     return re.search(r'__version__ = "(.+)"', text).group(1)
 
 
-# Compiles the kernels of groups of operators on a GPU. MIT; 1 GB installed, brings no others.
-# torch for CUDA pins its own.
+# Compiles fused kernels on a GPU. MIT; 1 GB installed, no dependencies. torch for CUDA pins its own.
 TRITON = "triton>=3.6; platform_system == 'Linux'"
 TRANSFORMERS = "transformers>=5,<6"  # the models that tests and benchmarks train, random weights only
 
 setup(
     name="roamc",
     version=version(),
-    description="A memory compiler for PyTorch training: plans every byte of a step and proves its peak",
+    description="A memory compiler for PyTorch training: plans a step's memory within a budget before it runs",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     author="The roamc authors",
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -41,35 +42,33 @@ setup(
     packages=packages(),
     package_data={
         "roamc": ["py.typed"],  # covers roamc.passes and roamc.solvers too
-        "roamc.cost": ["profiles/*"],  # device profiles of machines that nobody has measured
+        "roamc.cost": ["profiles/*"],  # shipped device profiles
         "roamc.report": ["page/*"],  # template, style and script of the HTML report
     },
     install_requires=[
         "torch>=2.11",  # graphs and kernels; roamc/version.py says what is tested, and a newer one gets a warning
-        "numpy",  # solvers and timelines: anything over ten thousand items
-        # Hot loops of the solvers. Wheels for every platform, no compiler on the user's machine (an extension of
-        # our own would need one, or wheels of our own); compiled once and cached on disk. BSD-2; with llvmlite
-        # 210 MB installed.
+        "numpy",  # solvers and timelines
+        # Hot loops of the solvers, compiled once and cached on disk; needs no compiler on the user's machine, as an
+        # extension module would. BSD-2; with llvmlite 210 MB installed.
         "numba>=0.61",
-        # Maximum flow for order bounds, CP-SAT for small cores and proofs. Apache-2.0; with pandas 170 MB
-        # installed.
+        # Maximum flow for order bounds, CP-SAT for small problems. Apache-2.0; with pandas 170 MB installed.
         "ortools>=9.10",
         "typer",  # the command line; brings rich, which prints the reports' tables
         "jinja2",  # the HTML report; torch needs it too
-        "networkx",  # graphs for other tools, and the judges' graph algorithms in tests; torch needs it too
-        "platformdirs",  # where a user's caches lie on each system: measured device profiles. MIT; 0.1 MB, no others
+        "networkx",  # GraphML export, and graph algorithms in tests; torch needs it too
+        "platformdirs",  # the user's cache folder, for measured device profiles. MIT; 0.1 MB, no dependencies
     ],
     extras_require={
         "test": [
             "pytest",
-            "pytest-timeout",  # a solver that does not end fails its test instead of the whole run
+            "pytest-timeout",  # a hanging solver fails its test instead of the whole run
             "pytest-xdist",  # one worker per core
             "hypothesis",  # random problems for solvers, random graphs for passes
-            "accelerate",  # the README's lines for training libraries are run; Apache-2.0, 0.4 MB. Trainer needs it
+            "accelerate",  # the guide's examples are run; Apache-2.0, 0.4 MB. Trainer needs it
             "lightning",  # the same; Apache-2.0, with torchmetrics and aiohttp 15 MB
             "expecttest",  # torch's own databases of operators, modules and optimizers import it
             TRANSFORMERS,
-            TRITON,  # its interpreter and its compiler run without a GPU
+            TRITON,  # its interpreter and compiler run without a GPU
         ],
         "gpu": [TRITON],
         "bench": [TRANSFORMERS],

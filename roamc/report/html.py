@@ -25,11 +25,11 @@ TIMELINE, ARENA, OUTSIDE = 240, 440, 110
 """Heights of the plots in pixels."""
 
 MEANING = {
-    "saved": "made in forward, read in backward",
+    "saved": "computed in forward, read in backward",
     "gradient": "of a parameter",
-    "output": "handed to the caller",
-    "tangent": "gradient of an output, handed in",
-    "temporary": "everything else that the step makes",
+    "output": "returned to the caller",
+    "tangent": "incoming gradient of an output",
+    "temporary": "everything else",
 }
 """Explains each kind of storage to readers of the page."""
 
