@@ -60,8 +60,9 @@ def frontier(rows: Rows, model: str = "gpt") -> list[str]:
         "Under a budget: GPT with 6 layers, width 384, 256 tokens, batch 16, one thread. `+block` is "
         "`torch.utils.checkpoint` around every block, `+select` a policy that saves its matrix products and attention; "
         "`@` is followed by `memory_budget`, or by torch.compile's activation memory budget. Times are medians of "
-        f"ratios over interleaved steps. Loss, gradients and parameters of {sum(equal)} of {len(equal)} roamc programs "
-        "are bit for bit those of the same program without a budget; that one is compared with eager.",
+        f"ratios over interleaved steps. Loss, gradients and parameters are bit for bit equal in {sum(equal)} of "
+        f"{len(equal)} comparisons: roamc's programs under a budget with those without, and these with eager "
+        "(`train_step`) or `aot_eager` (`optimize`).",
         "",
         *markdown(
             "program | measured peak (MB) | time / no budget | time / eager | planning s",
