@@ -103,7 +103,7 @@ def ends_note(defaults: Mapping[str, Setting], stage: Stage) -> tuple[str, ...]:
     """
     if stage.count == 1 or stage.ends.keys() <= defaults.keys():
         return ()
-    return ("the model's ends are in one piece with its layers: this stage counts embedding, head and loss, all three",)
+    return ("this model cannot run without its ends: the stage includes embedding, head and loss",)
 
 
 def total_bytes(plan: Plan) -> Bytes:
@@ -123,13 +123,12 @@ def stage_note(plan: Plan, stage: Stage, layers: int | None = None) -> str:
     flight = "1 micro-batch in flight"
     if stage.in_flight > 1:
         each = format_bytes(plan.waiting_bytes // (stage.in_flight - 1))
-        flight = f"{stage.in_flight} micro-batches in flight, of which each that waits holds {each}"
-    needed = format_bytes(plan.needed_bytes)
+        flight = f"{stage.in_flight} micro-batches in flight (each waiting one holds {each})"
+    needed, total = format_bytes(plan.needed_bytes), format_bytes(total_bytes(plan))
     return (
-        f"stage {stage.number} of pp={stage.count}{of_layers} has {flight}: it needs {needed}, which a budget limits, "
-        f"and {format_bytes(total_bytes(plan))} with what is fixed and the sums of "
-        f"{format_bytes(_gradient_bytes(plan))} of gradients; times and bytes sent are those of one micro-batch; roamc "
-        "runs no pipeline"
+        f"stage {stage.number} of pp={stage.count}{of_layers} has {flight}: it needs {needed} (what a budget limits), "
+        f"or {total} with what is fixed and {format_bytes(_gradient_bytes(plan))} of accumulated "
+        "gradients; times and bytes sent are for one micro-batch; roamc does not run the pipeline"
     )
 
 

@@ -157,7 +157,7 @@ def test_roamc_plan_takes_the_layers_of_a_stage() -> None:
     plans = [roamc.plan(layers, x, mesh={"pp": 4}, stage=stage, profile="cpu") for stage in (0, 2, 3)]
     assert [plan.in_flight for plan in plans] == [4, 2, 1]
     assert plans[0].waiting_bytes == 3 * plans[1].waiting_bytes > 0 == plans[2].waiting_bytes
-    assert any("stage 2 of pp=4 has 2 micro-batches in flight, of which each" in note for note in plans[1].notes)
+    assert any("stage 2 of pp=4 has 2 micro-batches in flight (each waiting one" in note for note in plans[1].notes)
     whole = {"loss_fn": lambda model, x: model(x).sum(), "optimizer": torch.optim.SGD(layers.parameters())}
     step = roamc.plan(layers, x, mesh="pp=4", stage=1, profile="cpu", **whole)
     assert step.in_flight == 3
