@@ -182,7 +182,17 @@ def exchanged(group_name: Any, text: str, attempt: int) -> list[str | Absent]:
 
     Returns:
         A text for each rank, or that it is absent: it has withdrawn, or not called within the timeout of the group.
+
+    Raises:
+        ConnectionError: the store does not answer, as the process that holds it has ended.
     """
+    try:
+        return _exchanged(group_name, text, attempt)
+    except torch.distributed.DistNetworkError as error:
+        raise ConnectionError(str(error)) from error
+
+
+def _exchanged(group_name: Any, text: str, attempt: int) -> list[str | Absent]:
     from torch.distributed import distributed_c10d
 
     group = group_of_ranks(group_name)
@@ -241,6 +251,8 @@ def _all_come(store: Any, keys: list[str], withdrawals: Sequence[str]) -> bool:
         left = timedelta(seconds=max(end - time.monotonic(), 0.001))
         try:
             store.wait(keys, min(left, LOOK))
+        except torch.distributed.DistNetworkError:
+            raise
         except RuntimeError:  # it has waited that long
             if left <= LOOK or any(store.check([key]) for key in withdrawals):
                 return False

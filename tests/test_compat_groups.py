@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from roamc import compat_groups
+from roamc.errors import RanksError
+from roamc.graph import ranks
 
 
 class Group:
@@ -82,6 +84,17 @@ def test_a_rank_that_withdraws_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     assert compat_groups.exchanged(first, "", 3) == ["", compat_groups.Absent("no such operator")]
     store.set_timeout(timedelta(milliseconds=30))
     assert compat_groups.exchanged(first, "", 4) == ["", compat_groups.Absent()]
+
+
+def test_a_store_that_ended_with_its_process_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    asked, group = dist.TCPStore("127.0.0.1", held.port, None, False), Group(1)
+    process_groups: dict[Any, Any] = dist.distributed_c10d._world.pg_map
+    monkeypatch.setitem(process_groups, group, ("gloo", asked))
+    monkeypatch.setattr(ranks, "numbers_in", lambda group: [0, 1])
+    del held
+    with pytest.raises(RanksError, match="the store in which ranks 0, 1 meet to plan it does not answer: .* has ended"):
+        ranks.texts_of(group, "", "Model", "plan it")
 
 
 def test_a_group_that_is_not_known_is_no_other_group() -> None:

@@ -151,10 +151,17 @@ def texts_of(
         compiling: whether the ranks compile the graph that was begun last, so that one that gives it up is missing.
 
     Raises:
-        RanksError: a rank is missing; names it, and says why if it has given up.
+        RanksError: a rank is missing; names it, and says why if it has given up. Or the store is gone in which the
+            ranks meet.
     """
-    texts = exchanged(group, text, _attempts.present if compiling else NOBODY)
     numbers = numbers_in(group)
+    try:
+        texts = exchanged(group, text, _attempts.present if compiling else NOBODY)
+    except ConnectionError as error:
+        raise RanksError(
+            f"{name} is on several ranks, and the store in which {in_words(numbers)} meet to {task} does not answer: "
+            "the process that holds it has ended, which is rank 0 unless a launcher such as torchrun holds it"
+        ) from error
     absent = {number: reply.why for number, reply in zip(numbers, texts, strict=True) if isinstance(reply, Absent)}
     missing = list(absent)
     for number, why in absent.items():
@@ -162,8 +169,8 @@ def texts_of(
             raise RanksError(f"{name} is on several ranks, and {in_words([number])} could not {task}: {why}")
     if missing:
         raise RanksError(
-            f"{name} is on several ranks, and {in_words(missing)} of the group of {in_words(numbers)} ran something "
-            f"else and did not {task} within the timeout of the process group: {advice}"
+            f"{name} is on several ranks, and {in_words(missing)} of the group of {in_words(numbers)} did not "
+            f"{task} within the timeout of the process group, as where it has ended or runs something else: {advice}"
         )
     return [reply for reply in texts if not isinstance(reply, Absent)]
 
