@@ -114,24 +114,30 @@ UNREADABLE = (
 class _Cache(FunctionCache):
     """numba's cache of one function; counts as empty where its files cannot be read, whatever is wrong with them.
 
-    They may be cut short, or name modules or classes that another version had.
+    They may be cut short, name modules or classes that another version had, or belong to another user. Where they
+    cannot be written, as on a full disk, later processes compile anew.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return what was compiled for `sig`, None if the cache has nothing that can be read."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        except UNREADABLE:
-            self.flush()  # type: ignore[no-untyped-call]
+        except (OSError, *UNREADABLE):
+            self._empty()
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep what was compiled for `sig`."""
-        try:
-            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
-        except UNREADABLE:  # it reads its index first
+        """Keep what was compiled for `sig`, if it can be written."""
+        with contextlib.suppress(OSError):
+            try:
+                super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+            except UNREADABLE:  # it reads its index first
+                self._empty()
+                super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+
+    def _empty(self) -> None:
+        with contextlib.suppress(OSError):
             self.flush()  # type: ignore[no-untyped-call]
-            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
 class _Function(CPUDispatcher):

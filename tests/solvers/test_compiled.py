@@ -137,3 +137,16 @@ def test_a_cache_that_is_cut_short_counts_as_empty(
     read = compiled.compiled(added)
     assert read(np.arange(4.0)) == 6.0
     assert sum(read.stats.cache_hits.values()) == 1  # type: ignore[attr-defined]
+
+
+def test_a_cache_that_can_be_neither_read_nor_written_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled._process, "patience", 0.0)
+    (tmp_path / "added.py").write_text("def added(array):\n    return array.sum()\n")
+    added = runpy.run_path(str(tmp_path / "added.py"))["added"]
+    assert compiled.compiled(added)(np.arange(4.0)) == 6.0
+    (file,) = tmp_path.rglob("*.nbi")
+    file.unlink()
+    (file / "full").mkdir(parents=True)
+    assert compiled.compiled(added)(np.arange(4.0)) == 6.0
