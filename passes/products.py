@@ -2,7 +2,8 @@
 
     rewrite:  y = aten.mm(a, b)  -->  y = roamc.onednn_mm(a, b)
     checks:   every operator that the decision names is a product that oneDNN can take: float32 tensors on a CPU, no
-              size of 0, no factors; and the user allows another order of sums: ``numerics="fast"``
+              size of 0, no factors; the user allows another order of sums: ``numerics="fast"``; and ranks that hold
+              copies of parameters plan together
 
 torch multiplies with MKL, which on AMD's processors takes two to four times as long as oneDNN, see
 :mod:`roamc.compat_onednn`. Which is faster is measured once for each form of product, see :mod:`roamc.cost.products`.
@@ -19,6 +20,7 @@ from roamc.compat_onednn import product_into
 from roamc.cost.products import Form, faster_by_onednn, form_of
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators
+from roamc.graph.ranks import plans_apart
 from roamc.operators.call import tensors_in
 from roamc.operators.onednn import ONEDNN
 from roamc.options import Options
@@ -45,9 +47,12 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
     Forms that were never timed on this machine are timed now, for some seconds at most, and the times are written to a
     file; products of a form without a time stay with torch. The decision is empty unless ``options.numerics`` is
-    "fast", oneDNN is switched on (``torch.backends.mkldnn.flags``) and this torch offers oneDNN's product.
+    "fast", oneDNN is switched on (``torch.backends.mkldnn.flags``) and this torch offers oneDNN's product; and where
+    the ranks of tensor parallelism plan apart: each would follow its own times, and their copies drift apart.
     """
     if options.numerics != "fast" or not torch.backends.mkldnn.enabled or product_into() is None:
+        return Decision()
+    if plans_apart(graph) is not None:
         return Decision()
     forms = {node.name: _form(node) for node in operators(graph.graph) if _fits(node)}
     faster = faster_by_onednn(forms.values())
@@ -61,8 +66,14 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     torch's own product runs in each call.
 
     Raises:
-        PlanError: a name in the decision is no operator of the graph, or no product that oneDNN can take.
+        PlanError: a name in the decision is no operator of the graph, or no product that oneDNN can take; or ranks that
+            hold copies of parameters plan apart.
     """
+    apart = plans_apart(graph) if decision.onednn else None
+    if apart is not None:
+        raise PlanError(
+            f"the ranks of {apart!r} plan apart, and another rank may leave {decision.onednn[0]!r} to torch"
+        )
     nodes = {node.name: node for node in operators(graph.graph)}
     for name in decision.onednn:
         if name not in nodes or not _fits(nodes[name]):

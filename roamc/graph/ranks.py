@@ -15,7 +15,7 @@ from torch import fx
 
 from roamc.compat_groups import Absent, exchanged, is_planned_for, numbers_in, sums_in_one_order, withdraw
 from roamc.errors import RanksError, VerifyError, way_out
-from roamc.graph.train_graph import SamePlan, TrainGraph, operators, tensors_of
+from roamc.graph.train_graph import Phase, SamePlan, TrainGraph, operators, tensors_of
 from roamc.operators import ops
 from roamc.operators.schemas import group_of, name_of
 from roamc.operators.table import Together
@@ -39,6 +39,23 @@ def runs_together(node: fx.Node, same_plan: Sequence[SamePlan]) -> bool:
         return False
     group = group_of(node)
     return any(plan.group == group and (plan.sums or gives is Together.MOVED) for plan in same_plan)
+
+
+def plans_apart(graph: TrainGraph) -> object | None:
+    """Return the first group over which forward adds up, and whose ranks may run other plans; None if there is none.
+
+    Its ranks hold copies of parameters whose gradients nobody adds up: each rank must get the same bits by itself.
+
+    Args:
+        graph: any graph.
+    """
+    one_plan = {plan.group for plan in graph.same_plan}
+    sums = (
+        group_of(node)
+        for node in operators(graph.graph)
+        if graph.phase[node.name] is Phase.FORWARD and ops.rule(node.target).together is Together.SUMMED
+    )
+    return next((group for group in sums if group not in one_plan), None)
 
 
 def check_again(graph: TrainGraph, again: Collection[object], after: str) -> None:

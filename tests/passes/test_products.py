@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import roamc
+from roamc.compat_groups import planned_for
 from roamc.compat_onednn import product_into
 from roamc.errors import OptionError, PlanError, VerifyError
 from roamc.graph import copied
+from roamc.graph.ranks import with_same_plan
 from roamc.operators.onednn import ONEDNN
 from roamc.options import Options, parse_options
 from roamc.passes import products
@@ -22,6 +24,7 @@ from roamc.passes.products import Decision
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import model_graph, traced
+from tests.shards import GROUP, captured
 
 pytestmark = pytest.mark.skipif(product_into() is None, reason="this torch has no such product by oneDNN")
 FAST = Options(numerics="fast")
@@ -79,6 +82,18 @@ def test_decision_of_what_is_no_such_product_is_refused(name: str) -> None:
     graph = traced(lambda a, b: (a @ a).sum() + (b @ b).sum(), F32, F32.double())
     with pytest.raises(PlanError, match=f"'{name}' is no product of float32 matrices on a CPU"):
         products.apply(graph, Decision((name,)))
+
+
+def test_ranks_with_copies_of_parameters_take_one_library_or_torchs() -> None:
+    """Each would measure for itself: with other bits on each rank, their copies drift apart."""
+    with planned_for({GROUP: range(2)}):
+        apart = captured("gpt")
+        one_plan = with_same_plan(captured("gpt"), [GROUP])
+        chosen_together = products.decide(one_plan, FAST)
+        assert chosen_together.onednn
+        assert products.decide(apart, FAST) == Decision()
+        with pytest.raises(PlanError, match=f"the ranks of '{GROUP}' plan apart, and another rank may leave "):
+            products.apply(apart, chosen_together)
 
 
 def test_a_plan_with_products_of_onednn_is_refused_under_exact() -> None:
