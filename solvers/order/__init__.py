@@ -8,7 +8,7 @@ from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import live_bytes, peak_bytes
 from roamc.solvers.order.overlap import OverlapProblem, OverlapSolution, overlap
 from roamc.solvers.order.portfolio import ALGORITHMS, Pieces, solve
-from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem
+from roamc.solvers.order.problem import OrderProblem, OrderSolution, make_problem, without_reuse
 from roamc.solvers.order.validate import OrderReport, OrderVerdict, validate
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "peak_bytes",
     "solve",
     "validate",
+    "without_reuse",
 ]

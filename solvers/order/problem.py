@@ -23,7 +23,7 @@ the two count once:
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -151,6 +151,12 @@ def make_problem(
         reusable_start=read_only(_starts(rows)),
         reusable=read_only(_flat(rows)),
     )
+
+
+def without_reuse(problem: OrderProblem) -> OrderProblem:
+    """Return the same problem with no reusable buffers, so that no buffer takes over the bytes of another."""
+    nobody = np.zeros(0, dtype=np.int32)
+    return replace(problem, reusable_start=read_only(np.zeros_like(problem.reusable_start)), reusable=read_only(nobody))
 
 
 def renumber(problem: OrderProblem, order: IntArray) -> OrderProblem:

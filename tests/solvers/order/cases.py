@@ -1,14 +1,11 @@
 """Ordering problems to test with, and slow, obvious answers to compare with."""
 
 import random
-from dataclasses import replace
 from functools import cache
 
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from roamc.solvers.arrays import read_only
 from roamc.solvers.order.problem import OrderProblem, consumers, make_problem, reusables
 
 PROPERTY = settings(derandomize=True, max_examples=100, deadline=None)
@@ -44,12 +41,6 @@ def possible_reuses(buffers: list[tuple[int, int, list[int], bool]]) -> list[lis
         ]
         for size, producer, _, _ in buffers
     ]
-
-
-def without_reuse(problem: OrderProblem) -> OrderProblem:
-    """The same problem with no reusable buffers, so that no buffer takes over the bytes of another."""
-    nobody = np.zeros(0, dtype=np.int32)
-    return replace(problem, reusable_start=read_only(np.zeros_like(problem.reusable_start)), reusable=read_only(nobody))
 
 
 def training_problem(layers: int, seed: int = 0, reuse: bool = False) -> OrderProblem:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from roamc.solvers.order.evaluate import live_bytes
 from roamc.solvers.order.overlap import OverlapProblem, OverlapSolution, lower_bound, overlap
-from roamc.solvers.order.problem import OrderProblem, make_problem
+from roamc.solvers.order.problem import OrderProblem, make_problem, without_reuse
 from roamc.solvers.status import Status
-from tests.solvers.order.cases import PROPERTY, is_legal, problems, without_reuse
+from tests.solvers.order.cases import PROPERTY, is_legal, problems
 
 MUCH = 2**40
 

@@ -12,8 +12,8 @@ from roamc.solvers import Status
 from roamc.solvers.order import EFFORT, Effort, Pieces, make_problem, solve, validate
 from roamc.solvers.order.equal_peak import equal_peaks
 from roamc.solvers.order.portfolio import ALGORITHMS, NO_PIECES
-from roamc.solvers.order.problem import OrderProblem, consumers, predecessors, renumber, reusables
-from tests.solvers.order.cases import PROPERTY, best_peak, problems, random_layers, training_problem, without_reuse
+from roamc.solvers.order.problem import OrderProblem, consumers, predecessors, renumber, reusables, without_reuse
+from tests.solvers.order.cases import PROPERTY, best_peak, problems, random_layers, training_problem
 from tests.solvers.recorded import recorded, unread
 
 

@@ -15,10 +15,11 @@ from roamc.solvers.order.problem import (
     renumber,
     reusables,
     successors,
+    without_reuse,
     writes,
 )
 from roamc.solvers.order.reuse import reuses
-from tests.solvers.order.cases import PROPERTY, problems, simulated_live, without_reuse
+from tests.solvers.order.cases import PROPERTY, problems, simulated_live
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 
 from roamc.solvers import Status
 from roamc.solvers.order.portfolio import ALGORITHMS, solve
-from roamc.solvers.order.problem import OrderProblem, OrderSolution, consumers, make_problem, reusables
+from roamc.solvers.order.problem import (
+    OrderProblem,
+    OrderSolution,
+    consumers,
+    make_problem,
+    reusables,
+    without_reuse,
+)
 from roamc.solvers.order.validate import OrderVerdict, validate
-from tests.solvers.order.cases import PROPERTY, is_legal, problems, simulated_live, simulated_reuses, without_reuse
+from tests.solvers.order.cases import PROPERTY, is_legal, problems, simulated_live, simulated_reuses
 
 # 0 → 1 by a buffer, 1 → 2 by an edge, 3 free, 4 in the next stage. Peak 17 at step 1: 10 + 7.
 PROBLEM = make_problem([0, 0, 0, 0, 1], [(1, 2)], [(10, 0, [1], False), (7, 1, [], True), (5, 4, [], False)])
