@@ -96,9 +96,10 @@ def default_partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into (forward, backward) as torch does at full save: what eager saves, nothing recomputed.
 
-    Three faults of torch's are mended, partly in ``joint`` itself: a random operator with several results that nobody
-    reads fails an assertion, backward gets dead copies of forward's random operators, which would draw again, and the
-    running statistics of a batch norm in training are saved, which its backward takes and does not read. What runs
+    Four faults of torch's are mended, partly in ``joint`` itself: a random operator with several results that nobody
+    reads fails an assertion, backward gets dead copies of forward's random operators, which would draw again, the
+    running statistics of a batch norm in training are saved, which its backward takes and does not read, and a
+    generator's state is saved behind device meshes, where AOTAutograd expects no tensor any more. What runs
     again draws from the generator's saved state on a GPU as well, where torch gives it a generator for CUDA graphs.
 
     Args:
@@ -121,8 +122,30 @@ def default_partition(
     for node in reversed(list(backward.graph.nodes)):
         if node.op == "call_function" and not node.users and node.name in early:
             backward.graph.erase_node(node)
+    _save_objects_last(forward, backward, how["num_fwd_outputs"])
     backward.recompile()
     return forward, backward
+
+
+def _save_objects_last(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
+    """Order what forward saves behind its first ``outputs`` results: tensors, then objects, then symbolic sizes.
+
+    What a checkpoint runs again draws from a state of the generator, which torch saves behind the objects.
+    """
+    end = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
+    results, saved = end.args[0][:outputs], end.args[0][outputs:]
+    end.args = ((*results, *sorted(saved, key=_place_among_saved)),)
+    forward.recompile()
+    entries = [node for node in backward.graph.nodes if node.op == "placeholder"][: len(saved)]
+    objects = [node for node in entries if _place_among_saved(node) == 1]
+    for last in [node for node in entries if node not in objects][-1:]:
+        for node in reversed(objects):
+            last.append(node)
+
+
+def _place_among_saved(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return 0 if isinstance(value, torch.Tensor) else 2 if isinstance(value, (torch.SymInt, torch.SymFloat)) else 1
 
 
 def _pick_first(node: fx.Node) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +33,7 @@ from tests.end_to_end.helpers import (
     square,
     tensors_of,
 )
+from tests.parallel import some_group
 
 
 class MLP(nn.Module):
@@ -384,6 +387,14 @@ def test_shapes_that_torch_or_the_user_makes_dynamic(dynamic: bool | None) -> No
 
 def test_checkpoint_inside_the_model() -> None:
     assert_backward_equal(Checkpointed(), square, [(noise(4, 8, seed=seed),) for seed in range(2)])
+
+
+def test_checkpoint_inside_a_model_that_is_split() -> None:
+    """torch saves the generator's state behind the device meshes, where AOTAutograd takes no tensor."""
+    with some_group():
+        mesh = init_device_mesh("cpu", (1,))
+        split = parallelize_module(Checkpointed(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        assert_backward_equal(split, square, [(noise(4, 8),)], reference=copy.deepcopy)
 
 
 def test_checkpoint_inside_a_train_step() -> None:

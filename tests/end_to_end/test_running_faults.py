@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +38,7 @@ from tests.end_to_end.helpers import (
     tensors_of,
     warnings_of_roamc,
 )
+from tests.parallel import some_group
 
 
 class Bug(Exception):
@@ -170,10 +170,7 @@ def test_a_train_step_that_cannot_be_finished_says_what_was_updated(faults: Faul
 
 def test_a_collective_that_fails_ends_the_step_and_says_so(faults: Faults) -> None:
     """Other ranks may or may not have had their part of it: it does not run again."""
-    ours = not dist.is_initialized()  # cases of collectives' kernels leave a group to this process
-    if ours:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with some_group():
         model = DistributedDataParallel(nn.Linear(8, 8))
         step = roamc.train_step(model, square, sgd(model))
         before = copy.deepcopy(model.state_dict())
@@ -186,9 +183,6 @@ def test_a_collective_that_fails_ends_the_step_and_says_so(faults: Faults) -> No
             step(noise(4, 8))
         assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
         assert torch.isfinite(step(noise(4, 8)))  # later steps run operator by operator
-    finally:
-        if ours:
-            dist.destroy_process_group()
 
 
 def test_an_error_that_was_raised_before_is_followed_to_where_it_is_raised_now(faults: Faults) -> None:
