@@ -18,7 +18,10 @@ _EXCHANGES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Group to how often all of its ranks have exchanged texts."""
 
 LOOK = timedelta(seconds=1)
-"""How long a rank waits for the others before it looks whether one of them has withdrawn."""
+"""The longest that a rank waits for the others before it looks again what they have sent.
+
+It looks by itself: a store's own wait prints two lines of warnings each time that it ends before the keys are there.
+"""
 
 _PLANNED: ContextVar[Mapping[str, Sequence[int]]] = ContextVar("groups that are planned for", default={})  # noqa: B039
 """Name of a group of ranks that need not be there to the numbers of its ranks; this process counts as the first."""
@@ -246,18 +249,13 @@ def _text_or_reason(store: Any, key: str, why: str) -> str | Absent:
 
 def _all_come(store: Any, keys: list[str], withdrawals: Sequence[str]) -> bool:
     """Wait for all of ``keys``, one of ``withdrawals``, or the store's timeout; return whether all are there."""
-    end = time.monotonic() + store.timeout.total_seconds()
-    while True:
-        left = timedelta(seconds=max(end - time.monotonic(), 0.001))
-        try:
-            store.wait(keys, min(left, LOOK))
-        except torch.distributed.DistNetworkError:
-            raise
-        except RuntimeError:  # it has waited that long
-            if left <= LOOK or any(store.check([key]) for key in withdrawals):
-                return False
-        else:
-            return True
+    begun, limit = time.monotonic(), store.timeout.total_seconds()
+    while not store.check(keys):
+        waited = time.monotonic() - begun
+        if waited >= limit or any(store.check([key]) for key in withdrawals):
+            return bool(store.check(keys))
+        time.sleep(min(LOOK.total_seconds(), max(waited / 10, 0.001), limit - waited))
+    return True
 
 
 def _planned(group_name: Any) -> Sequence[int]:

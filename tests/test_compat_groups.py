@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from roamc import compat_groups
 from roamc.errors import RanksError
 from roamc.graph import ranks
+from tests.parallel import some_group
 
 
 class Group:
@@ -37,6 +39,24 @@ def test_an_exchange_that_a_rank_has_missed_counts_on_no_rank(monkeypatch: pytes
     assert compat_groups.exchanged(groups[0], "before", 1) == ["before", compat_groups.Absent()]
     store.set_timeout(timedelta(seconds=30))
     assert both("c", "d") == [["c", "d"]] * 2
+
+
+def test_a_rank_that_waits_for_another_is_silent(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compat_groups, "LOOK", timedelta(milliseconds=10))
+    begun = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    stores = (begun, dist.TCPStore("127.0.0.1", begun.port, 2, wait_for_workers=False))
+    groups = [Group(0), Group(1)]
+    process_groups: dict[Any, Any] = dist.distributed_c10d._world.pg_map
+    for group, store in zip(groups, stores, strict=True):
+        monkeypatch.setitem(process_groups, group, ("gloo", store))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(compat_groups.exchanged, groups[0], "a", 1)
+        time.sleep(0.1)
+        assert compat_groups.exchanged(groups[1], "b", 1) == ["a", "b"]
+        assert first.result() == ["a", "b"]
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -105,10 +125,7 @@ def test_a_group_that_is_not_known_is_no_other_group() -> None:
 def test_symmetric_memory_is_that_of_groups_that_torch_knows() -> None:
     from torch.distributed import _symmetric_memory
 
-    ours = not dist.is_initialized()  # cases of collectives' kernels leave a group to this process
-    if ours:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with some_group():
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]
         assert not compat_groups.has_symmetric_memory(name)
         with _symmetric_memory._test_mode({name}):
@@ -116,6 +133,3 @@ def test_symmetric_memory_is_that_of_groups_that_torch_knows() -> None:
             assert not compat_groups.has_symmetric_memory("elsewhere")
             with compat_groups.planned_for({name: (0, 1)}):
                 assert not compat_groups.has_symmetric_memory(name)
-    finally:
-        if ours:
-            dist.destroy_process_group()
