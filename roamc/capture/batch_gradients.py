@@ -98,12 +98,21 @@ def handed_over(
     for index, gradient in gradients.items():
         if gradient is None:
             continue
-        strides = _strides_of_gradient(batch[index])
-        if not _is_alone(gradient, taken) or not _has_strides(gradient, strides):
-            gradient = gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
+        gradient = laid_out(gradient, batch[index], copied=not _is_alone(gradient, taken))
         taken.add(identity(gradient))
         results[index] = gradient
     return results
+
+
+def laid_out(gradient: torch.Tensor, leaf: torch.Tensor, *, copied: bool = False) -> torch.Tensor:
+    """Return ``gradient`` with the strides that autograd gives ``leaf.grad``; a copy where it has others or ``copied``.
+
+    What an optimizer computes in 16 bits, and the norm of a gradient, have other last bits with other strides.
+    """
+    strides = _strides_of_gradient(leaf)
+    if copied or not _has_strides(gradient, strides):
+        return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
+    return gradient
 
 
 def _strides_of_gradient(leaf: torch.Tensor) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch import fx, nn
 from roamc import compat, compat_dynamo
 from roamc.capture import communication, fully_sharded, gather_judge, recurrent, refusals, rng_replay, user_line
 from roamc.capture.attributes import Change, put_back
-from roamc.capture.batch_gradients import handed_over, stand_for_batch, wanted_of
+from roamc.capture.batch_gradients import handed_over, laid_out, stand_for_batch, wanted_of
 from roamc.capture.closures import Closures, check_origins
 from roamc.capture.hooks import follow_hooks
 from roamc.capture.in_place_views import as_views
@@ -182,7 +182,9 @@ class Trace:
         of_batch = dict(zip(asking, gradients[len(trained) :], strict=True))
         self.updated = [name for name, grad in zip(trained, gradients, strict=False) if grad is not None]
         check_called(self.replicas, called, self.updated)
-        results = [whole_loss.detach(), *(part_of(grad) for grad in gradients[: len(trained)] if grad is not None)]
+        pairs = zip(trained.values(), gradients, strict=False)
+        owned = [laid_out(part_of(grad), part_of(leaf)) for leaf, grad in pairs if grad is not None]
+        results = [whole_loss.detach(), *owned]
         handed = handed_over(of_batch, batch, (*flat, *results))
         self.handed = tuple(handed)
         return [*results, *handed.values()]

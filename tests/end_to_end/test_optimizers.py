@@ -132,6 +132,14 @@ def test_other_dtypes(kind: type[Optimizer], dtype: torch.dtype) -> None:
     )
 
 
+def test_a_gradient_has_the_strides_of_its_parameter() -> None:
+    """Of an image with its channels last, that of the kernel has others, and sums in 16 bits other last bits."""
+    batches = [(noise(2, 8, 8, 8, seed=seed).bfloat16().to(memory_format=torch.channels_last),) for seed in range(2)]
+    assert_steps_equal(
+        nn.Conv2d(8, 8, 4, 4).bfloat16(), square, lambda m: SGD(m.parameters(), lr=0.1, weight_decay=0.1), batches
+    )
+
+
 def two_groups(model: nn.Module) -> Optimizer:
     groups = [
         {"params": [model[2].weight, model[0].bias], "lr": 0.01, "weight_decay": 0.0},
