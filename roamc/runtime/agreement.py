@@ -111,5 +111,6 @@ def _hash(value: Any) -> str:
     with torch.no_grad():
         dense = value.detach().resolve_conj().resolve_neg().contiguous()
         for part in dense.view(-1).view(torch.uint8).split(CHUNK):
-            digest.update(part.cpu().numpy())
+            copy = part.to("cpu", copy=True)  # numpy() forbids to resize a storage, as fully_shard does
+            digest.update(copy.numpy())
     return digest.hexdigest()
