@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -50,6 +51,12 @@ def a_cache_folder_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def an_import_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of files that the command line has run, which stay on the path of its process, end with the test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture

@@ -508,7 +508,7 @@ def test_plan_that_did_not_keep_its_budget_is_taken_without_one() -> None:
     again = search.run(graph, Options(), Plan.from_json(lowest.to_json())).plan
     assert again.needed_bytes == lowest.needed_bytes
     said = next(line for line in str(again).splitlines() if line.startswith("  budget "))
-    assert said.endswith(f"not kept: {format_bytes(again.needed_bytes)} are needed")
+    assert said.endswith(f"exceeded: {format_bytes(again.needed_bytes)} needed")
 
 
 def test_budget_that_is_kept_is_named_without_a_remark() -> None:
