@@ -238,22 +238,21 @@ def processor() -> str:
 
 
 def save(
-    name: str, rows: list[dict[str, Any]], remarks: str, *, across_days: bool = False, across_processors: bool = False
+    name: str, rows: list[dict[str, Any]], remarks: str, *, timeless: bool = False, across_processors: bool = False
 ) -> Path:
     """Write ``results/NAME.json``: machine, remarks, rows.
 
     Rows of other models stay if they were measured on this machine, with these versions, and on this day.
 
     Args:
-        across_days: rows of other days and processors stay too. For rows that hold no times and have a ``date`` of
-            their own.
+        timeless: the rows hold no times and have a ``date`` of their own; those of other days and processors stay too.
         across_processors: rows of other processors stay too; each row tells its ``cpu`` and ``date``.
     """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text()) if path.exists() else {"machine": None, "rows": []}
     where = machine()
-    then = {**(before["machine"] or {}), **({key: where[key] for key in ("date", "cpu")} if across_days else {})}
+    then = {**(before["machine"] or {}), **({key: where[key] for key in ("date", "cpu")} if timeless else {})}
     old = [row for row in before["rows"] if then == where or (across_processors and row["cpu"] != where["cpu"])]
     new = [{**row, "cpu": where["cpu"], "date": where["date"]} for row in rows] if across_processors else rows
     merged = {_key(row): row for row in (*old, *new)}

@@ -265,7 +265,7 @@ def main() -> int:
         for ranks, kind, split in itertools.product(options.ranks, options.models, options.splits):
             rows += run_group(Case(kind, split, ranks, options.layers, options.runs), options)
             print("\n".join(map(line_of, rows[-len(options.ways) * len(options.budgets) :])), flush=True)
-            path = save("collectives", rows, __doc__ or "", across_days=True)
+            path = save("collectives", rows, __doc__ or "", timeless=True)
     print(path)
     return 0 if all(map(sound, rows)) else 1
 

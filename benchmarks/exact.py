@@ -112,7 +112,7 @@ def main() -> None:
         rows = fresh(__file__, name, dtype, threads, route, threads=int(threads))
         print("\n".join(map(_line, rows)), flush=True)
         date = datetime.date.today().isoformat()
-        save("exact", [{**row, "date": date} for row in rows], __doc__ or "", across_days=True)
+        save("exact", [{**row, "date": date} for row in rows], __doc__ or "", timeless=True)
 
 
 if __name__ == "__main__":

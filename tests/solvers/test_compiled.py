@@ -5,12 +5,14 @@ import pickle
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from roamc.solvers import compiled, layout, order
+from roamc.solvers.arrays import FloatArray
 from roamc.solvers.compiled import SMALL, interpreted_first
 from roamc.solvers.order.equal_peak import equal_peaks
 from tests.solvers.layout.cases import training_problem as storages
@@ -96,13 +98,19 @@ def test_an_error_of_the_solver_passes_and_the_next_problem_is_interpreted(monke
     assert not rounds.is_compiled
 
 
+def compiled_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FloatArray], float]:
+    """Compile a function whose file, and so its cache, is in ``folder``, and return it as it was before."""
+    monkeypatch.setattr(compiled._process, "patience", 0.0)
+    (folder / "added.py").write_text("def added(array):\n    return array.sum()\n")
+    added: Callable[[FloatArray], float] = runpy.run_path(str(folder / "added.py"))["added"]
+    assert compiled.compiled(added)(np.arange(4.0)) == 6.0
+    return added
+
+
 def test_a_cache_that_names_a_module_of_another_version_counts_as_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled._process, "patience", 0.0)
-    (tmp_path / "added.py").write_text("def added(array):\n    return array.sum()\n")
-    added = runpy.run_path(str(tmp_path / "added.py"))["added"]
-    assert compiled.compiled(added)(np.arange(4.0)) == 6.0
+    added = compiled_into(tmp_path, monkeypatch)
     (index,) = tmp_path.rglob("*.nbi")
     with index.open("rb") as file:
         version = pickle.load(file)
@@ -127,10 +135,7 @@ def test_a_constant_argument_compiles_nothing_anew(monkeypatch: pytest.MonkeyPat
 def test_a_cache_that_is_cut_short_counts_as_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kept: int
 ) -> None:
-    monkeypatch.setattr(compiled._process, "patience", 0.0)
-    (tmp_path / "added.py").write_text("def added(array):\n    return array.sum()\n")
-    added = runpy.run_path(str(tmp_path / "added.py"))["added"]
-    assert compiled.compiled(added)(np.arange(4.0)) == 6.0
+    added = compiled_into(tmp_path, monkeypatch)
     (file,) = tmp_path.rglob(kind)
     file.write_bytes(file.read_bytes()[:kept])
     assert compiled.compiled(added)(np.arange(4.0)) == 6.0
@@ -142,10 +147,7 @@ def test_a_cache_that_is_cut_short_counts_as_empty(
 def test_a_cache_that_can_be_neither_read_nor_written_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled._process, "patience", 0.0)
-    (tmp_path / "added.py").write_text("def added(array):\n    return array.sum()\n")
-    added = runpy.run_path(str(tmp_path / "added.py"))["added"]
-    assert compiled.compiled(added)(np.arange(4.0)) == 6.0
+    added = compiled_into(tmp_path, monkeypatch)
     (file,) = tmp_path.rglob("*.nbi")
     file.unlink()
     (file / "full").mkdir(parents=True)
