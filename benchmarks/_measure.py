@@ -95,7 +95,8 @@ def rows_by_route(
 
 
 def _environment(threads: int) -> dict[str, str]:
-    env = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONPATH=str(HERE.parent), TOKENIZERS_PARALLELISM="false")
+    path = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
+    env = dict(os.environ, OMP_NUM_THREADS=str(threads), PYTHONPATH=path, TOKENIZERS_PARALLELISM="false")
     env.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the processor from the one that works
     return env
 

@@ -26,7 +26,7 @@ from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
 
-FAMILIES = ("eager", "aot_eager", "inductor", "optimize", "train_step")
+FAMILIES = ("eager", "aot_eager", "inductor", "max-autotune", "optimize", "train_step")
 FAST = "fast"
 Look = Callable[[], None]
 
@@ -91,7 +91,9 @@ def build(name: str, work: Blocked, profile: str) -> Program:
     if row.family == "optimize":
         roamc.optimize(model, **options)
         return Program(_loop(work, optimizer), model, lambda: roamc.plans(model))
-    if row.family != "eager":
+    if row.family == "max-autotune":
+        model.compile(mode=row.family, dynamic=False)
+    elif row.family != "eager":
         model.compile(backend=row.family, dynamic=False)
     step = _loop(work, optimizer)
     if row.family == "inductor":

@@ -98,6 +98,11 @@ class Language:
         return torch.arange(start, end, dtype=torch.int32, device="cpu")
 
     @staticmethod
+    def cast(value: Any, dtype: torch.dtype) -> Tensor:
+        """Return a number, or a tensor, in ``dtype``."""
+        return torch.as_tensor(value, dtype=dtype, device="cpu")
+
+    @staticmethod
     def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
         """Return a block of ``shape`` filled with ``value``."""
         return torch.full(shape, value, dtype=dtype, device="cpu")

@@ -35,6 +35,8 @@ EXACT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mul": lambda x, y: x * y,
     "div": lambda x, y: x / y,
     "by a number": lambda x, y: x / 3,
+    "by a number between floats": lambda x, y: x / 0.0316227766,
+    "by a tiny number": lambda x, y: x / 1e-41,
     "a number": lambda x, y: x * 0.1 + 1e-40,
     "reciprocal": lambda x, y: x.reciprocal(),
     "sqrt": lambda x, y: x.sqrt(),
@@ -170,10 +172,8 @@ def moved(value: Any) -> Any:
         return torch.device("cuda", 0)
     if not isinstance(value, Tensor):
         return value
-    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-    if any(size > 1 and not step for size, step in zip(value.shape, value.stride(), strict=True)):
-        return value.cuda()
-    return copy.copy_(value)
+    whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).cuda()  # all that a view of it may read
+    return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def run_both(overload: Any, arguments: Call) -> None:

@@ -61,7 +61,7 @@ def test_optimize_and_torch_compile_equal_aot_eager(name: str, dtype: torch.dtyp
 
 @pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
 @each_dtype
-@pytest.mark.parametrize("name", ["nanogpt", "nanogpt-dropout", "llama"])
+@pytest.mark.parametrize("name", ["nanogpt", "nanogpt-dropout", "llama", "resnet50"])
 def test_train_step_equals_eager(name: str, dtype: torch.dtype) -> None:
     model, batch, loss_fn = on_gpu(name, dtype)
     twin = copy.deepcopy(model)

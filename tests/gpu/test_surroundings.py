@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import roamc
 from roamc.capture.moved import device_of
 from roamc.frontends.workload import Workload, capture
-from roamc.graph import operators
+from roamc.graph import TrainGraph, operators
+from roamc.graph import tensors_of as values_of
 from roamc.operators.schemas import name_of
 from tests.end_to_end.helpers import (
     aot_eager,
@@ -349,13 +350,19 @@ def test_collectives_of_nccl_end_before_their_memory_is_used_again(reuse: str) -
 # -- plans without a GPU ----------------------------------------------------------------------------------------------
 
 
+def planned_operators(graph: TrainGraph) -> list[str]:
+    """Names of operators with results; torch chooses cuDNN's attention on some GPUs, whose results are as large."""
+    nodes = [node for node in operators(graph.graph) if any(one.numel() for _, one in values_of(node))]
+    return [name_of(node.target).replace("_cudnn_attention", "_flash_attention") for node in nodes]
+
+
 @each_dtype
 @pytest.mark.parametrize("name", ["nanogpt", "nanogpt-dropout", "llama", "bert", "resnet50"])
 def test_a_step_planned_without_a_gpu_is_the_step_that_is_captured_on_one(name: str, dtype: torch.dtype) -> None:
     model, batch, loss_fn = make(name, dtype)
     without = capture(Workload(name, copy.deepcopy(model), batch, loss_fn), device=device_of("cuda"))
     graph = captured_step(model.cuda(), tuple(x.cuda() for x in batch), loss_fn).graph
-    names, wanted = ([name_of(node.target) for node in operators(one.graph)] for one in (without, graph))
+    names, wanted = (planned_operators(one) for one in (without, graph))
     missing = sorted({*wanted} - {*names})
     assert sorted(names) == sorted(wanted), f"missing {missing}, unexpected {sorted({*names} - {*wanted})}"
 

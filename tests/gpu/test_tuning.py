@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import roamc
+from roamc.graph import placeholders
 from roamc.operators.gpu import here, kept, tuning
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kept import Kept
@@ -47,6 +48,12 @@ def deterministic() -> Iterator[None]:
 def large() -> FusedKernel:
     half = torch.bfloat16
     return group_of(lambda x, y: (x * 2 + y).relu(), on_gpu((4096, 4096), half), on_gpu((4096, 4096), half))
+
+
+def inputs_of(group: FusedKernel) -> list[Tensor]:
+    """Random operands of a group, in the order in which it takes them."""
+    fakes = [node.meta["val"] for node in placeholders(group.body)]
+    return [torch.randn(fake.shape, device=DEVICE).to(fake.dtype) for fake in fakes]
 
 
 def test_a_kernel_is_timed_once_and_the_second_time_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +96,7 @@ def test_all_shapes_of_a_kernel_have_the_same_bits(name: str, dtype: torch.dtype
     function, operands = ALONE[name][:2]
     group = group_of(function, *(on_gpu(tuple(one.shape), dtype) for one in operands))
     torch.manual_seed(0)
-    inputs = [torch.randn(one.shape, device=DEVICE).to(dtype) for one in operands]
+    inputs = inputs_of(group)
     outputs: list[Tensor] = []
     for shape in group.shapes:
         group.launch_in(shape)
@@ -99,7 +106,6 @@ def test_all_shapes_of_a_kernel_have_the_same_bits(name: str, dtype: torch.dtype
 
 
 def test_a_first_result_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = [torch.randn(40, 400, device=DEVICE) for _ in range(2)]
     runs: list[Any] = []
     members = FusedKernel.run_members
 
@@ -110,8 +116,8 @@ def test_a_first_result_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(FusedKernel, "run_members", counted)
     for _ in range(2):
         kept.forget()
-        group = group_of(ALONE["flat"][0], *ALONE["flat"][1])
-        group.write(*inputs, out=torch.empty(40, 400, device=DEVICE))
+        group = group_of(ALONE["flat"][0], *(on_gpu((40, 400)) for _ in range(2)))
+        group.write(*inputs_of(group), out=torch.empty(40, 400, device=DEVICE))
         kept.write()
     assert len(runs) == 1
     machine = here.machine(DEVICE)

@@ -252,7 +252,7 @@ FAULTS = {
     "the last tensor is left out": (r"    if program >= 9:\n.*\n.*\n", "", "is used as"),
     "a moment is not written": (r"    tl.store\(exp_avg \+.*\n", "", "elements of the result are not written"),
     "programs along another axis": (r"program_id\(0\)", "program_id(1)", "along axis 1"),
-    "another number": (r"\* beta2_0", "* eps_0", "other numbers are computed"),
+    "another number": (r"cast\(beta2_0,", "cast(eps_0,", "other numbers are computed"),
 }
 
 

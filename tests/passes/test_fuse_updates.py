@@ -364,8 +364,8 @@ KERNELS = {
     "written twice": (r"(    tl.store\(arg2_1 .*\n)", r"\1\1", "written twice"),
     "the old value is read": (r"div_rn\(lerp__scalar_2,", f"div_rn({AVERAGE}_value,", "other numbers are computed"),
     "written at other places": (r"tl.store\(arg2_1 \+ index", "tl.store(arg2_1 + index // 2", "elsewhere|twice"),
-    "another number": (r"\* beta2_0", "* eps_0", "other numbers are computed"),
-    "a number that does not change": (r"\* beta2_0", "* 0.999", "other numbers are computed"),
+    "another number": (r"cast\(beta2_0,", "cast(eps_0,", "other numbers are computed"),
+    "a number that does not change": (r"cast\(beta2_0,", "cast(0.999,", "other numbers are computed"),
 }
 
 

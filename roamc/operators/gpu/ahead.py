@@ -17,7 +17,7 @@ from roamc.errors import OptionError
 from roamc.graph import placeholders, tensors_of
 from roamc.operators import blocks
 from roamc.operators.gpu.fused_kernel import FusedKernel
-from roamc.operators.gpu.kernel import KernelText
+from roamc.operators.gpu.kernel import NUMBER, KernelText
 from roamc.operators.gpu.launch import jit_function
 from roamc.operators.gpu.launch_shapes import LaunchShape, launched_in
 from roamc.operators.gpu.partial_sums import WARPS
@@ -43,9 +43,6 @@ POINTERS = {
     torch.bool: "*i1",
 }
 """Dtype of an operand to Triton's name for a pointer to it."""
-
-NUMBER = "fp32"
-"""Triton's name for the type of a number that a kernel is passed: a float of Python's."""
 
 MISSING = "compiling kernels needs Triton: pip install 'roamc[gpu]'"
 

@@ -46,6 +46,9 @@ PIECE = 4096
 BLOCK = 1024
 """Elements of one program of a group without sums."""
 
+NUMBER = "fp64"
+"""Triton's name for the type of a number that a kernel is passed: ATen inverts a divisor before it rounds it."""
+
 RESERVED = frozenset({"tl", "triton", "out", "row", "column", "index", "inside", "start", "ROWS", "COLUMNS", "BLOCK"})
 
 
@@ -76,6 +79,20 @@ class KernelText:
     def joins(self) -> bool:
         """Whether elements of several lanes become one, as in sums: the order depends on how programs are divided."""
         return any(f"{how.function}(" in self.source for how in REDUCED.values())
+
+
+def head_of(name: str, operands: Mapping[fx.Node, str], outs: Iterable[str], constants: Iterable[str]) -> str:
+    """Return the first lines of a kernel.
+
+    Args:
+        name: of the kernel.
+        operands: nodes to the names of the kernel's pointers and numbers.
+        outs: names of further pointers.
+        constants: names of compile-time constants.
+    """
+    read = [f'{text}: "{NUMBER}"' if is_number(node) else text for node, text in operands.items()]
+    names = [*read, *outs, *(f"{constant}: tl.constexpr" for constant in constants)]
+    return f"@triton.jit\ndef {name}({', '.join(names)}):\n"
 
 
 def unfit(node: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> str:
@@ -255,8 +272,7 @@ class _Kernel:
         self.lines.values = [value for value in self.lines.values if value in needed]
 
     def _function(self, outs: Iterable[str], constants: Iterable[str], body: Sequence[str]) -> str:
-        names = [*self.lines.pointers.values(), *outs, *(f"{name}: tl.constexpr" for name in constants)]
-        return f"@triton.jit\ndef {self.name}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
+        return head_of(self.name, self.lines.pointers, outs, constants) + "".join(f"    {line}\n" for line in body)
 
     def _with_partials(self, down: Sequence[_Stored]) -> KernelText:
         """The kernel of a group that adds up over rows, and the one that ends these sums."""

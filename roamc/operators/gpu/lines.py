@@ -104,6 +104,7 @@ class Lines:
         self.dtype = torch.float32
         self.unnamed: set[Value] = set()
         self._elements: dict[int, Value] = {}
+        self._arguments: dict[fx.Node, Value] = {}
 
     # -- what a printer of an operator calls ---------------------------------------------------------
 
@@ -177,7 +178,7 @@ class Lines:
         A number keeps the precision of float32 where ``dtype`` has 16 bits.
         """
         if value.argument and dtype in FLOATS:
-            return replace(value, dtype=dtype)
+            return replace(value, dtype=dtype, aliases=value)
         if value.number is not None and dtype in FLOATS:
             return self.constant(value.number, dtype)
         return value if value.name == "None" else self.cast(value, dtype)  # None: an argument that is left out
@@ -199,8 +200,13 @@ class Lines:
     # -- what the kernel's printer calls ----------------------------------------------------------------
 
     def argument(self, node: fx.Node) -> Value:
-        """Return the value of ``node``, a number that is an argument of the kernel; no line is written."""
-        return Value(self.pointers[node], "", Reach.ONE, 0, torch.float32, argument=True)
+        """Return the value of ``node``, a number that the kernel is passed in float64, in float32."""
+        if node not in self._arguments:
+            text = f"tl.cast({self.pointers[node]}, tl.float32)"
+            value = self._keep(Value(self.name("t"), text, Reach.ONE, 0, torch.float32, argument=True))
+            self.unnamed.add(value)
+            self._arguments[node] = value
+        return self._arguments[node]
 
     def load(self, node: fx.Node, access: Access, shift: int = 0) -> Value:
         """Return the elements of the operand ``node`` as ``access`` reads them; only the first call writes a load.

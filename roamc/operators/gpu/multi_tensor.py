@@ -34,7 +34,7 @@ from roamc.graph.storage_ids import STORAGES, all_ids
 from roamc.operators import ops
 from roamc.operators.blocks import Matrix
 from roamc.operators.gpu.fused_kernel import FusedKernel
-from roamc.operators.gpu.kernel import BLOCK, RESERVED, KernelText, element_lines
+from roamc.operators.gpu.kernel import BLOCK, RESERVED, KernelText, element_lines, head_of
 from roamc.operators.gpu.launch_shapes import LaunchShape, shape_of
 from roamc.operators.gpu.operands import is_number, needs_rows
 
@@ -220,7 +220,7 @@ def _text(name: str, kernel: MultiTensorKernel) -> MultiTensorText:
         head += [f"if program >= {programs}:", *(f"    {line}" for line in selected)] if number else selected
         programs += -(-part.numel // BLOCK)
     head += [f"index = (program - first){wide} * BLOCK + tl.arange(0, BLOCK)", "inside = index < numel"]
-    source = f"@triton.jit\ndef {name}({', '.join(arguments)}, BLOCK: tl.constexpr):\n"
+    source = head_of(name, dict(zip(placeholders(kernel.body), arguments, strict=True)), (), ("BLOCK",))
     source += "".join(f"    {line}\n" for line in [*head, *lines])
     members = tuple(part.members for part in kernel.parts)
     return MultiTensorText(source, name, {"BLOCK": BLOCK}, programs, 4, 1, members=members)

@@ -257,13 +257,15 @@ def _unscaled(node: fx.Node) -> bool:
 
 
 def _divide(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
-    """ATen's kernel multiplies by the reciprocal of a number."""
+    """ATen's kernel multiplies by the reciprocal of a number, computed in float64 (since torch 2.11)."""
+    divisor = node.args[1]
     if values[1].argument:
-        return lines.let("{0} * {1}", values[0], lines.let("tl.div_rn(1.0, {0})", values[1]))
-    if isinstance(node.args[1], fx.Node):
+        inverse = lines.let(f"tl.cast(1.0 / {lines.pointers[divisor]}, tl.float32)")
+        return lines.let("{0} * {1}", values[0], inverse)
+    if isinstance(divisor, fx.Node):
         return lines.let("tl.div_rn({0}, {1})", *values)
-    with np.errstate(divide="ignore"):
-        inverse = np.float32(1) / np.float32(node.args[1])  # type: ignore[arg-type]
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(1 / np.float64(divisor))
     return lines.let(f"{{0}} * {lines.number(float(inverse))}", values[0])
 
 
