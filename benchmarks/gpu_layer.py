@@ -132,7 +132,9 @@ def _about(model: nn.Module, x: Tensor, plan: Callable[[], Any]) -> tuple[Callab
     step = _step(model, x, held)
     for seed in range(3):
         step(seed)
-    about = {**peak_of(lambda: step(3)), "held": held[-1] if held else 0}
+    at_rest()
+    before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    about = {**peak_of(lambda: step(3)), "held": held[-1] - before if held else 0}
     if (made := plan()) is not None:
         about |= {"needed": made.needed_bytes, "reruns": len(made.decisions["retain"]["reruns"])}
     at_rest()

@@ -9,8 +9,7 @@ and for the whole step with AdamW. Bytes that a kernel moves follow from its tex
 loads it, each result once, partial sums twice; least are all that it needs and makes, once. Registers, shared memory
 and spilled bytes are what the assemblers say for A100, H100 and MI300.
 
-Where a GPU is, each kernel is also timed, in turn with its operators and with torch.compile's kernels for them; its
-share is that of the DRAM's peak.
+benchmarks/gpu_kernels.py times kernels.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -43,7 +40,7 @@ from roamc.operators.gpu.operands import is_number
 from roamc.operators.gpu.shifts import columns_before, moves_columns
 from roamc.options import Options
 from roamc.passes import fuse, masks, normalize
-from roamc.units import Bytes, Seconds
+from roamc.units import Bytes
 
 HALF = {"dtype": "bfloat16"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,23 +50,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name to the model of the zoo and its settings."""
 
-ROUNDS = 25
 FAST = Options(numerics="fast")
 
 
 def worker(name: str) -> dict[str, Any]:
     """Count, compile and, where a GPU is, time the kernels of one model."""
-    graph = _captured(name, whole=False)
+    graph = captured(_workload(name), whole=False)
     rival = _rival(graph)
     before = launches(graph)
-    after = launches(_grouped(graph))
-    step = _captured(name, whole=True)
+    after = launches(grouped(graph))
+    step = captured(_workload(name), whole=True)
     step_before = launches(step)
-    step = _grouped(step)
-    alike: dict[str, list[FusedKernel]] = {}
-    for node in operators(step.graph):
-        if isinstance(node.target, FusedKernel):
-            alike.setdefault(nameless(node.target.text.source), []).append(node.target)
+    step = grouped(step)
+    alike = kernels_of(step)
     return {
         "model": name,
         "groups": sum(map(len, alike.values())),
@@ -88,9 +81,9 @@ def _rival(graph: TrainGraph) -> dict[str, Any]:
         return {"refused": str(error).splitlines()[0]}
 
 
-def _captured(name: str, *, whole: bool) -> TrainGraph:
+def captured(work: Workload, *, whole: bool) -> TrainGraph:
     """The graph of a model, or of its whole step, on fake tensors of a GPU."""
-    graph = capture(_workload(name), forward_backward=not whole, device=torch.device("cuda"))
+    graph = capture(work, forward_backward=not whole, device=torch.device("cuda"))
     return normalize.apply(graph, normalize.decide(graph, FAST))
 
 
@@ -101,9 +94,19 @@ def _workload(name: str) -> Workload:
     return Workload(name, work.model, work.batch, work.loss)
 
 
-def _grouped(graph: TrainGraph) -> TrainGraph:
+def grouped(graph: TrainGraph) -> TrainGraph:
+    """The same with kernels."""
     graph = masks.apply(graph, masks.decide(graph, FAST))
     return fuse.apply(graph, fuse.decide(graph, FAST))
+
+
+def kernels_of(graph: TrainGraph) -> dict[str, list[FusedKernel]]:
+    """The kernels of a graph, those that differ in names alone together."""
+    alike: dict[str, list[FusedKernel]] = {}
+    for node in operators(graph.graph):
+        if isinstance(node.target, FusedKernel):
+            alike.setdefault(nameless(node.target.text.source), []).append(node.target)
+    return alike
 
 
 def launches(graph: TrainGraph) -> int:
@@ -124,7 +127,6 @@ def _kernel(groups: list[FusedKernel]) -> dict[str, Any]:
         "reads": group.text.reads,
         "partials": 0 if group.text.partials is None else group.text.partials.nbytes,
         "takes": [asdict(one) for target in TARGETS for one in compiled(group, target)],
-        **({} if not torch.cuda.is_available() else measured(group, least)),
     }
 
 
@@ -173,56 +175,6 @@ def _distinct(tensor: torch.Tensor) -> Bytes:
     for size in sizes:
         count *= int(size)
     return count * tensor.itemsize
-
-
-# -- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-def measured(group: FusedKernel, least: Bytes) -> dict[str, Any]:
-    """Time a kernel on the GPU that is there, in turn with its operators and with torch.compile's kernels for them.
-
-    Where the kernel writes over operands, the others return what it would write.
-    """
-    inputs = placeholders(group.body)
-    operands = [1.0 if is_number(node) else _filled(only_tensor(node)) for node in inputs]
-    results = [only_tensor(node) for node in group.results]
-    outs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in results]
-    module = fx.GraphModule({}, group.body)
-    runs: dict[str, Callable[[], Any]] = {
-        "ours": lambda: group.write(*operands, out=(*outs, None)[0] if len(outs) < 2 else tuple(outs)),
-        "operators": lambda: module(*operands),
-        "compile": (lambda function: lambda: function(*operands))(torch.compile(module, dynamic=False)),
-    }
-    times = dict(zip(runs, zip(*_rounds(list(runs.values())), strict=True), strict=True))
-    seconds = {name: statistics.median(durations) for name, durations in times.items()}
-    about = torch.cuda.get_device_properties(0)
-    peak = about.memory_clock_rate * 1e3 * 2 * about.memory_bus_width / 8
-    return {"seconds": seconds, "share of DRAM": least / seconds["ours"] / peak, "device": about.name}
-
-
-def _rounds(runs: list[Callable[[], Any]]) -> Iterator[list[Seconds]]:
-    """Yield the seconds of each run, in turn; the first rounds, in which kernels are compiled, are left out."""
-    for number in range(3 + ROUNDS):
-        times = []
-        for run in runs:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        if number >= 3:
-            yield times
-
-
-def _filled(fake: torch.Tensor) -> torch.Tensor:
-    """Random numbers that lie as a fake tensor does; integers and booleans are zero."""
-    numbers = torch.zeros(1 + sum((n - 1) * s for n, s in zip(fake.shape, fake.stride(), strict=True)), device="cuda")
-    return (
-        numbers.normal_().to(fake.dtype).as_strided(fake.shape, fake.stride())
-        if fake.is_floating_point()
-        else (numbers.to(fake.dtype).as_strided(fake.shape, fake.stride()))
-    )
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
-"""products: matrix products in float32 on a CPU by the library that is faster on this machine.
+"""products: matrix products that torch multiplies slowly, another way.
 
-    rewrite:  y = aten.mm(a, b)  -->  y = roamc.onednn_mm(a, b)
-    checks:   every operator that the decision names is a product that oneDNN can take: float32 tensors on a CPU, no
-              size of 0, no factors; the user allows another order of sums: ``numerics="fast"``; and ranks that hold
-              copies of parameters plan together
+    rewrite:  y = aten.mm(a, b)  -->  y = roamc.onednn_mm(a, b)      in float32 on a CPU
+              y = aten.mm(a, b)  -->  y = roamc.aligned_mm(a, b)     in 16 bits on a GPU
+    checks:   every operator that the decision names is such a product: no size of 0, no factors; for oneDNN float32
+              tensors on a CPU, else 16 bits on a GPU and rows that are not aligned; the user allows another order of
+              sums: ``numerics="fast"``; and for oneDNN, ranks that hold copies of parameters plan together
 
 torch multiplies with MKL, which on AMD's processors takes two to four times as long as oneDNN, see
 :mod:`roamc.compat_onednn`. Which is faster is measured once for each form of product, see :mod:`roamc.cost.products`.
+On a GPU matrices whose rows do not begin at multiples of 16 bytes are copied, see :mod:`roamc.operators.aligned`.
 """
 
 from __future__ import annotations
@@ -17,15 +19,22 @@ import torch
 from torch import fx
 
 from roamc.compat_onednn import product_into
+from roamc.cost.count import flops
 from roamc.cost.products import Form, faster_by_onednn, form_of
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators
 from roamc.graph.ranks import plans_apart
+from roamc.operators.aligned import BY_COPIES, is_aligned
 from roamc.operators.call import tensors_in
 from roamc.operators.onednn import ONEDNN
 from roamc.options import Options
 
 NAME = "products"
+
+HALF = (torch.float16, torch.bfloat16)
+
+LEAST = 1 << 33
+"""FLOPs from which copies of rows that are not aligned are quicker than the product without them."""
 
 MISSING = "the plan has products by oneDNN, which this torch does not offer: torch's own products run in their place"
 """Note on a graph whose decision this torch cannot carry out."""
@@ -33,41 +42,46 @@ MISSING = "the plan has products by oneDNN, which this torch does not offer: tor
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision names the products that oneDNN makes.
+    """A decision names the products that are not torch's.
 
     Attributes:
-        onednn: names of their operators, in graph order.
+        onednn: names of the operators of those by oneDNN, in graph order.
+        aligned: names of the operators of those by aligned copies, in graph order.
     """
 
     onednn: tuple[str, ...] = ()
+    aligned: tuple[str, ...] = ()
 
 
 def decide(graph: TrainGraph, options: Options) -> Decision:
-    """Choose the products whose form oneDNN multiplies faster; ``graph`` stays as it is.
+    """Choose the products that another way is faster for; ``graph`` stays as it is.
 
-    Forms that were never timed on this machine are timed now, for some seconds at most, and the times are written to a
-    file; products of a form without a time stay with torch. The decision is empty unless ``options.numerics`` is
-    "fast", oneDNN is switched on (``torch.backends.mkldnn.flags``) and this torch offers oneDNN's product; and where
-    the ranks of tensor parallelism plan apart: each would follow its own times, and their copies drift apart.
+    The decision is empty unless ``options.numerics`` is "fast". Products on a GPU follow from their shapes.
+
+    Forms of products on a CPU that were never timed on this machine are timed now, for some seconds at most, and the
+    times are written to a file; products of a form without a time stay with torch. So do all where oneDNN is switched
+    off (``torch.backends.mkldnn.flags``) or this torch does not offer oneDNN's product, and where the ranks of tensor
+    parallelism plan apart: each would follow its own times, and their copies drift apart.
     """
-    if options.numerics != "fast" or not torch.backends.mkldnn.enabled or product_into() is None:
+    if options.numerics != "fast":
         return Decision()
-    if plans_apart(graph) is not None:
-        return Decision()
+    aligned = tuple(node.name for node in operators(graph.graph) if _slow_rows(node) and flops(node) >= LEAST)
+    if not torch.backends.mkldnn.enabled or product_into() is None or plans_apart(graph) is not None:
+        return Decision(aligned=aligned)
     forms = {node.name: _form(node) for node in operators(graph.graph) if _fits(node)}
     faster = faster_by_onednn(forms.values())
-    return Decision(tuple(name for name, form in forms.items() if form in faster))
+    return Decision(tuple(name for name, form in forms.items() if form in faster), aligned)
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
-    """Let the products that the decision names call oneDNN; the FX graph is changed in place.
+    """Let the products that the decision names run the other way; the FX graph is changed in place.
 
     If this torch does not offer oneDNN's product, the returned graph has :data:`MISSING` among its ``notes``, and
     torch's own product runs in each call.
 
     Raises:
-        PlanError: a name in the decision is no operator of the graph, or no product that oneDNN can take; or ranks that
-            hold copies of parameters plan apart.
+        PlanError: a name in the decision is no operator of the graph, or no such product; or ranks that hold copies of
+            parameters plan apart.
     """
     apart = plans_apart(graph) if decision.onednn else None
     if apart is not None:
@@ -79,6 +93,10 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         if name not in nodes or not _fits(nodes[name]):
             raise PlanError(f"{name!r} is no product of float32 matrices on a CPU in this graph")
         nodes[name].target = ONEDNN[nodes[name].target]  # type: ignore[index]
+    for name in decision.aligned:
+        if name not in nodes or not _slow_rows(nodes[name]):
+            raise PlanError(f"{name!r} is no product in 16 bits on a GPU with rows that are not aligned in this graph")
+        nodes[name].target = BY_COPIES[nodes[name].target]  # type: ignore[index]
     if decision.onednn and product_into() is None:
         return graph.replace(notes=(*graph.notes, MISSING))
     return graph
@@ -86,10 +104,24 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 def _fits(node: fx.Node) -> bool:
     """Whether oneDNN can take this call: its operator, no factors, float32 on a CPU, every size above 0."""
-    if node.target not in ONEDNN or node.kwargs or not all(isinstance(value, fx.Node) for value in node.args):
+    tensors = _tensors_of(node) if node.target in ONEDNN else []
+    return bool(tensors) and all(each.dtype is torch.float32 and each.device.type == "cpu" for each in tensors)
+
+
+def _slow_rows(node: fx.Node) -> bool:
+    """Whether this is a product in 16 bits on a GPU, without factors, and a matrix has rows that are not aligned."""
+    tensors = _tensors_of(node) if node.target in BY_COPIES else []
+    if not tensors or any(each.dtype not in HALF or each.device.type != "cuda" for each in tensors):
         return False
+    return not all(is_aligned(each) for each in tensors[-3:])
+
+
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """What a product without factors reads, then what it gives; nothing where there are factors, or a size of 0."""
+    if node.kwargs or not all(isinstance(value, fx.Node) for value in node.args):
+        return []
     tensors = [*tensors_in([value.meta["val"] for value in node.args]), node.meta["val"]]  # type: ignore[union-attr]
-    return all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.numel() for tensor in tensors)
+    return tensors if all(each.numel() for each in tensors) else []
 
 
 def _form(node: fx.Node) -> Form:

@@ -1,4 +1,4 @@
-"""Workspace: memory that an operator takes for itself while it runs, beside its results; estimated, on a CPU.
+"""Workspace: memory that an operator takes for itself while it runs, beside its results; estimated.
 
 No interface of torch tells how much. The rules here were read off the heap with torch 2.13; ``benchmarks/workspace.py``
 measures it again. Where torch converts or copies an argument the rule is exact. Where the bytes depend on values
@@ -11,8 +11,7 @@ the estimate is at the upper end. Some operators take buffers for each of torch'
     factors, inverses, powers      see :mod:`roamc.operators.costs.linear_algebra`
     by index, or sorted            see :mod:`roamc.operators.costs.lookups`
     collectives                    see :mod:`roamc.operators.costs.collectives`
-
-On a GPU the workspaces of cuBLAS and cuDNN are not known in advance, and none are counted.
+    on a GPU                       see :mod:`roamc.operators.costs.gpu`
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
             :mod:`roamc.operators.kernels` may run in the place of torch's.
 
     Returns:
-        Bytes; 0 where no workspace is known, as for every node that makes no tensor or one that is not on a CPU.
+        Bytes; 0 where no workspace is known, as for every node that makes no tensor.
     """
     if isinstance(node.target, Fused):
         return group_workspace(node.target, threads)

@@ -191,6 +191,8 @@ ATEN: dict[object, Any] = {
     torch.ops.roamc.onednn_mm.default: aten.mm.default,
     torch.ops.roamc.onednn_addmm.default: aten.addmm.default,
     torch.ops.roamc.onednn_bmm.default: aten.bmm.default,
+    torch.ops.roamc.aligned_mm.default: aten.mm.default,
+    torch.ops.roamc.aligned_addmm.default: aten.addmm.default,
 }
 """Operator that sums in another order, so that last bits differ, to the operator of ATen that it stands for."""
 

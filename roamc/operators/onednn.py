@@ -60,11 +60,16 @@ def onednn_bmm(self: Tensor, mat2: Tensor, *, out: Tensor) -> None:
         product(self, mat2, out, 0.0)
 
 
-def _operator(original: OpOverload, writer: Callable[..., None]) -> OpOverload:
+def product_operator(original: OpOverload, writer: Callable[..., None], *devices: str) -> OpOverload:
     """Define and return the operator of ``torch.ops.roamc`` that has the name of ``writer``.
 
     It takes the positional arguments of ``original``, all tensors, and returns a new tensor into which ``writer`` has
     written. Its fake kernel is that of ``original``.
+
+    Args:
+        original: a product of ATen.
+        writer: takes the same arguments and ``out``.
+        devices: torch's dispatch keys of the devices on which it runs, such as "CPU".
     """
     name = writer.__name__
     tensors = [argument.name for argument in original._schema.arguments if not argument.kwarg_only]
@@ -76,7 +81,8 @@ def _operator(original: OpOverload, writer: Callable[..., None]) -> OpOverload:
         writer(*args, out=out)
         return out
 
-    torch.library.impl(LIBRARY, name, "CPU")(allocated)
+    for device in devices:
+        torch.library.impl(LIBRARY, name, device)(allocated)
     torch.library.register_fake(f"roamc::{name}", original, lib=LIBRARY)
     overload: OpOverload = getattr(torch.ops.roamc, name).default
     return overload
@@ -89,7 +95,9 @@ WRITERS: dict[OpOverload, Callable[..., None]] = {
 }
 """ATen's operator to the function that writes oneDNN's result for the same arguments to ``out``."""
 
-ONEDNN: dict[OpOverload, OpOverload] = {original: _operator(original, writer) for original, writer in WRITERS.items()}
+ONEDNN: dict[OpOverload, OpOverload] = {
+    original: product_operator(original, writer, "CPU") for original, writer in WRITERS.items()
+}
 """ATen's operator to that of oneDNN; both take the same arguments, which are tensors of float32 on a CPU."""
 
 KERNELS: dict[OpOverload, Callable[..., None]] = {ONEDNN[original]: writer for original, writer in WRITERS.items()}

@@ -300,6 +300,7 @@ ROWS: dict[str, Row] = {
     # The addend is copied into the result first, unless it lies there.
     "aten::addmm": Row(overwrites=(0,)),
     "roamc::onednn_addmm": Row(overwrites=(0,)),
+    "roamc::aligned_addmm": Row(overwrites=(0,)),
     "aten::baddbmm": Row(overwrites=(0,)),
     "aten::scatter": Row(overwrites=(0,), accumulates=True),
     "aten::masked_scatter": Row(accumulates=True),

@@ -106,17 +106,25 @@ def bits(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.full_like(x, 7), x).view(whole) if x.is_floating_point() else x
 
 
+def many(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Random numbers of all sizes."""
+    torch.manual_seed(0)
+    numbers = (torch.randn(300, 1000, device="cuda") * 10 ** torch.empty(300, 1, device="cuda").uniform_(-9, 4),)
+    return tuple(x.to(dtype) for x in (*numbers, torch.randn(300, 1000, device="cuda")))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("operands_of", [pairs, many])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_exact_kernels_have_all_bits(dtype: torch.dtype) -> None:
+def test_exact_kernels_have_all_bits(dtype: torch.dtype, operands_of: Callable[[torch.dtype], Any]) -> None:
     """Signs of zero and numbers without a leading digit included: earlier versions of Triton lose these."""
-    wrong = []
+    wrong, operands = [], operands_of(dtype)
     for name, function in EXACT.items():
-        outs, wanted, exact = run(function, pairs(dtype))
+        outs, wanted, exact = run(function, operands)
         assert exact, name
         for out, want in zip(outs, wanted, strict=True):
             off = bits(out) != bits(want)
             if bool(off.any()):
-                x, y = (operand[off][0].item() for operand in pairs(dtype)) if off.shape == (26, 26) else (0, 0)
+                x, y = (each[off][0].item() for each in operands) if off.shape == operands[0].shape else (0, 0)
                 wrong.append(f"{name}({x}, {y}) is {out[off][0].item()}, not {want[off][0].item()}; {int(off.sum())}")
     assert not wrong, "\n".join(wrong)
 
@@ -138,6 +146,24 @@ def test_other_kernels_are_close(dtype: torch.dtype, shape: tuple[int, int]) -> 
             if not error <= rtol:
                 wrong.append(f"{name} errs by {error:.2g}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("sizes", [(1024, 512, 1021), (1024, 1021, 512), (1021, 1024, 512), (1, 7, 3)], ids=str)
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)], ids=str)
+def test_products_by_aligned_copies_are_as_good_as_torchs(
+    sizes: tuple[int, int, int], turned: tuple[bool, bool]
+) -> None:
+    rows, depth, columns = sizes
+    first = torch.randn((depth, rows) if turned[0] else (rows, depth), device="cuda", dtype=torch.bfloat16)
+    second = torch.randn((columns, depth) if turned[1] else (depth, columns), device="cuda", dtype=torch.bfloat16)
+    first, second = first.t() if turned[0] else first, second.t() if turned[1] else second
+    added, right = torch.randn(columns, device="cuda", dtype=torch.bfloat16), first.double() @ second.double()
+    for ours, theirs, wanted in (
+        (torch.ops.roamc.aligned_mm(first, second), first @ second, right),
+        (torch.ops.roamc.aligned_addmm(added, first, second), torch.addmm(added, first, second), right + added),
+    ):
+        error, allowed = ((result - wanted).norm() for result in (ours.double(), theirs.double()))
+        assert error <= 1.01 * allowed
 
 
 @pytest.mark.parametrize(

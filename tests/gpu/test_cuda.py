@@ -32,8 +32,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("same_bits_every_time"),
 ]
-WORKSPACE = 80 * 2**20
-"""Bytes that operators may take beyond the plan: cuBLAS alone keeps 32 MiB a handle on Hopper."""
+WORKSPACE = 40 * 2**20
+"""Bytes that libraries may take beyond the plan: cuBLAS alone keeps 33 MiB on Hopper."""
 SHARE = 0.02
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -122,10 +122,10 @@ def test_train_step_takes_the_memory_of_its_plan() -> None:
     step = roamc.train_step(model, next_token, torch.optim.AdamW(model.parameters()), strict=True)
     plan = step.plan(idx)
     held = sum(p.numel() * p.element_size() for p in model.parameters()) * 2  # the optimizer's state is made first
-    assert_as_planned(peak_of(lambda: step(idx)) - held, plan.peak_bytes)
+    assert_as_planned(peak_of(lambda: step(idx)) - held, plan.needed_bytes)
     arena = step.plans[0].arena_bytes
     again = peak_of(lambda: step(idx))
-    assert again <= plan.peak_bytes - arena + WORKSPACE, "the arena is there already"
+    assert again <= plan.needed_bytes - arena + WORKSPACE, "the arena is there already"
 
 
 def test_optimized_module_takes_the_memory_of_its_plan() -> None:
@@ -139,7 +139,7 @@ def test_optimized_module_takes_the_memory_of_its_plan() -> None:
     plan = roamc.plans(model)[0]
     tangent = idx.numel() * 4096 * 2
     assert plan.peak_bytes - tangent <= measured + WORKSPACE
-    assert measured <= plan.peak_bytes + 2 * tangent + WORKSPACE
+    assert measured <= plan.needed_bytes + 2 * tangent + WORKSPACE
 
 
 def test_planning_for_the_gpu_allocates_nothing_on_it() -> None:

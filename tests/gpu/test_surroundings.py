@@ -126,6 +126,7 @@ def test_steps_take_turns_on_two_streams() -> None:
     assert_same(tensors_of(model), tensors_of(twin))
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_backward_is_on_the_stream_of_its_forward() -> None:
     model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
     twin, side, x = aot_eager(model), torch.cuda.Stream(), noise(512, 256).cuda()
@@ -171,7 +172,7 @@ def test_a_budget_changes_no_bit_and_is_kept(dtype: torch.dtype, budget: str, na
         before = torch.cuda.memory_allocated()
         losses.append(seeded(step, *batch, seed=2))
         torch.cuda.synchronize()
-        assert torch.cuda.max_memory_allocated() - before <= step.plans[0].peak_bytes + WORKSPACE
+        assert torch.cuda.max_memory_allocated() - before <= step.plans[0].needed_bytes + WORKSPACE
         trained.append([losses, tensors_of(twin)])
     assert_same(trained[1], trained[0])
 

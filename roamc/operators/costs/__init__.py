@@ -10,6 +10,7 @@
     linear_algebra.py, lookups.py,
     products.py, softmax.py,
     others.py                       formulas for workspace, on a CPU
+    gpu.py                          the same, on a GPU
 
 :func:`roamc.operators.ops.rule` joins a row with what the operator's tags say.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from roamc.operators.aligned import copied_bytes
 from roamc.operators.call import Call, fakes, tensors_in
 from roamc.operators.costs.arguments import in_order, matrix
 from roamc.units import Bytes
@@ -121,3 +122,8 @@ def onednn_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     right = 4 * COLUMNS * depth if second.stride(-1) != 1 or second.stride(-2) % PAGE == 0 else 0
     sums = 4 * rows * min(second.shape[-1], BLOCK_SUMS) if len(call.args) > 2 else 0
     return left + right + sums
+
+
+def aligned(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes of the copies in a product by roamc's operators for rows that are not aligned."""
+    return copied_bytes(*_factors(call), result)

@@ -10,6 +10,7 @@ from roamc.operators.costs import (
     collectives,
     convolutions,
     flops,
+    gpu,
     linear_algebra,
     lookups,
     others,
@@ -22,7 +23,7 @@ from roamc.operators.costs.kinds import COLLECTIVE, FREE
 
 _PRODUCT = Cost("matmul", flops.product)
 _ATTENTION = Cost("attention", flops.attention)
-_ATTENTION_BACKWARD = Cost("attention_backward", flops.attention_backward)
+_ATTENTION_BACKWARD = Cost("attention_backward", flops.attention_backward, buffers=gpu.attention_gradient)
 _FILL = Cost("pointwise", unread=(0,))
 _COPY = Cost("pointwise", any_dtypes=True)
 _LOSS = Cost("pointwise", workspace=others.losses)
@@ -78,6 +79,8 @@ ROWS: dict[str, Cost] = {
     "roamc::onednn_mm": _by_onednn("onednn_matmul", flops.product, {0: matrix, 1: matrix}),
     "roamc::onednn_addmm": _by_onednn("onednn_matmul", flops.product_and_sum, {1: matrix, 2: matrix}),
     "roamc::onednn_bmm": _by_onednn("onednn_batched_matmul", flops.product),
+    "roamc::aligned_mm": Cost("matmul", flops.product, workspace=products.aligned, buffers=products.aligned),
+    "roamc::aligned_addmm": Cost("matmul", flops.product_and_sum, workspace=products.aligned, buffers=products.aligned),
     "addbmm": Cost("batched_matmul", flops.product_and_sum),
     "matmul": Cost("batched_matmul", flops.product),
     **{f"_scaled_dot_product_{kernel}_attention": _ATTENTION for kernel in ("flash", "efficient", "cudnn")},
@@ -159,8 +162,8 @@ ROWS: dict[str, Cost] = {
     ),
     "_fused_rms_norm": Cost("norm", workspace=others.rms_norm),
     "native_batch_norm_backward": Cost("batch_norm_backward", workspace=others.batch_norm_backward),
-    "sum": Cost("reduction", workspace=others.summed),
-    "mean": Cost("reduction", workspace=others.averaged),
+    "sum": Cost("reduction", workspace=others.summed, buffers=gpu.staged_sums),
+    "mean": Cost("reduction", workspace=others.averaged, buffers=gpu.staged_sums),
     **dict.fromkeys(("prod", "linalg_vector_norm", "nansum"), _REDUCTION),
     **dict.fromkeys(("cumsum", "cumprod"), Cost("scan", workspace=others.cast_to_result)),
     "median": Cost("reduction", workspace=lookups.median),

@@ -72,7 +72,7 @@ def _jitted(alike: _Alike) -> tuple[Any, Any]:
     # Triton reads the source of a function from its file; this is how Python keeps text without one.
     linecache.cache[file] = (len(text.source), None, text.source.splitlines(keepends=True), file)
     names: dict[str, Any] = {"triton": triton, "tl": triton.language}
-    exec(compile(text.source, file, "exec"), names)
+    exec(compile(text.source, file, "exec", dont_inherit=True), names)  # annotations are values, not texts
     return names[text.function], None if text.partials is None else names[text.partials.function]
 
 
