@@ -95,10 +95,10 @@ def _ready(name: str, row: str, quick: bool) -> tuple[Callable[[int], Any], Row]
         losses.append(float(program.step(None)))
 
     step(0)
-    made = time.perf_counter() - begun
+    taken = time.perf_counter() - begun
     for number in (1, 2):
         step(number)
-    about: Row = {"losses": losses, "ready_seconds": made, **peak_of(lambda: step(3))}
+    about: Row = {"losses": losses, "ready_seconds": taken, **peak_of(lambda: step(3))}
     for plan in program.plans():
         retained = plan.decisions.get("retain", {})
         about |= {key: getattr(plan, key) for key in ("peak_bytes", "needed_bytes", "arena_bytes", "baseline_bytes")}

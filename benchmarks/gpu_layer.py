@@ -135,8 +135,8 @@ def _about(model: nn.Module, x: Tensor, plan: Callable[[], Any]) -> tuple[Callab
     at_rest()
     before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
     about = {**peak_of(lambda: step(3)), "held": held[-1] - before if held else 0}
-    if (made := plan()) is not None:
-        about |= {"needed": made.needed_bytes, "reruns": len(made.decisions["retain"]["reruns"])}
+    if (planned := plan()) is not None:
+        about |= {"needed": planned.needed_bytes, "reruns": len(planned.decisions["retain"]["reruns"])}
     at_rest()
     return step, about
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roamc.operators.aligned import BY_COPIES
 from roamc.operators.counter import counter_mask, draw_seeds, own_seeds
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.random import dropout_mask
@@ -529,6 +530,24 @@ def product_and_sum_by_onednn(dtype: torch.dtype) -> list[Call]:
         call(added, x, tensor(dtype, x.shape[1], 9))
         for x in dense(dtype)
         for added in (tensor(dtype, 9), tensor(dtype, x.shape[0], 9), tensor(dtype, x.shape[0], 1), tensor(dtype))
+    ]
+
+
+@cases((torch.float32, torch.bfloat16), BY_COPIES[aten.mm.default])
+def product_by_aligned_copies(dtype: torch.dtype) -> list[Call]:
+    return [
+        call(x, other)
+        for x in dense(dtype)
+        for other in (tensor(dtype, 9, x.shape[1]).t(), tensor(dtype, x.shape[1], 9))
+    ]
+
+
+@cases((torch.float32, torch.bfloat16), BY_COPIES[aten.addmm.default])
+def product_and_sum_by_aligned_copies(dtype: torch.dtype) -> list[Call]:
+    return [
+        call(added, x, tensor(dtype, x.shape[1], 9))
+        for x in dense(dtype)
+        for added in (tensor(dtype, 9), tensor(dtype, x.shape[0], 9), tensor(dtype, x.shape[0], 1))
     ]
 
 

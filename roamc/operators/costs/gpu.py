@@ -66,11 +66,11 @@ def staged_sums(call: Call, result: torch.Tensor) -> Bytes:
 
 def _reduced(call: Call, operand: torch.Tensor) -> set[int]:
     """The dimensions that a call reduces."""
-    given = call.args[1] if len(call.args) > 1 else None
+    dims = call.args[1] if len(call.args) > 1 else None
     every = range(operand.dim())
-    if not isinstance(given, int | list | tuple) or given in ([], ()):
+    if not isinstance(dims, int | list | tuple) or dims in ([], ()):
         return set(every)
-    return {at % operand.dim() for at in ([given] if isinstance(given, int) else given)}
+    return {at % operand.dim() for at in ([dims] if isinstance(dims, int) else dims)}
 
 
 def _results_of_a_thread(operand: torch.Tensor, reduced: set[int]) -> int:
