@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import budget, kept, order_layout, planning, retain_rivals, shard_table, summary
+from benchmarks import budget, gpu_table, kept, order_layout, planning, retain_rivals, shard_table, summary
 from benchmarks._measure import HERE, RESULTS
 from benchmarks.summary import Cells, Rows, markdown, megabytes
 from roamc.operators.gpu.ahead import TARGETS
@@ -515,6 +515,8 @@ SECTIONS: tuple[tuple[str, Callable[[Rows], list[str]]], ...] = (
     ("exact", _exact),
     ("collectives", _collectives),
     ("shard", shard_table.full),
+    ("gpu", gpu_table.steps),
+    ("gpu_layer", gpu_table.layer),
     ("planning", _planning),
     ("cost", _cost),
     ("order_layout", _order_layout),

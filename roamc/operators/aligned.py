@@ -92,6 +92,7 @@ def _product(multiply: Callable[..., None], first: Tensor, second: Tensor, out: 
         multiply(rows, columns, *((whole, part) if along else (part, whole)), place)
         if place is not target:
             target.copy_(place)
+        del place, part  # before the next ones are allocated
 
 
 def _aligned(matrix: Tensor) -> Tensor:

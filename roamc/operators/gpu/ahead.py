@@ -104,6 +104,12 @@ class Source:
     constants: dict[str, int]
     warps: int
 
+    @property
+    def attributes(self) -> dict[tuple[int], list[list[object]]]:
+        """What Triton sees of pointers when a kernel is launched: those into an arena are multiples of 16."""
+        pointers = (at for at, kind in enumerate(self.signature.values()) if kind.startswith("*"))
+        return {(at,): [["tt.divisibility", 16]] for at in pointers}
+
 
 def compile_for(target: str, source: Source) -> Any:
     """Return what Triton's compiler makes of a kernel for ``target``, a key of :data:`TARGETS`.
@@ -118,7 +124,7 @@ def compile_for(target: str, source: Source) -> Any:
     except ImportError:
         raise OptionError(MISSING) from None
     return triton.compile(
-        ASTSource(fn=source.function, signature=source.signature, constexprs=source.constants),
+        ASTSource(source.function, source.signature, source.constants, attrs=source.attributes),
         target=GPUTarget(*TARGETS[target]),
         options={"num_warps": source.warps, "enable_fp_fusion": False},
     )
