@@ -148,9 +148,9 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     caller; torch's tracer turns that off. The caller's thread traces backward, not the one that autograd has for a GPU.
     """
     function = _with_autocast_cache(function, torch.is_autocast_cache_enabled())
-    lines = fx.traceback.preserve_node_meta(), _lines_of_callers()
+    lines = fx.traceback.preserve_node_meta(), _lines_of_callers(), _no_line_left_over()
     here = torch.autograd.set_multithreading_enabled(False)
-    with mode, enable_python_dispatcher(), lines[0], lines[1], checkpoints_followed(), quiet_meta(), here:
+    with mode, enable_python_dispatcher(), lines[0], lines[1], lines[2], checkpoints_followed(), quiet_meta(), here:
         return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
 
 
@@ -176,6 +176,19 @@ def _lines_of_callers() -> Iterator[None]:
         return of_modules(tracer, frames) or traceback.StackSummary.from_list(callers)
 
     with mock.patch.object(PythonKeyTracer, "_filter_traceback_frames", kept):
+        yield
+
+
+@contextlib.contextmanager
+def _no_line_left_over() -> Iterator[None]:
+    """Within this context, an operator whose forward call has no line gets none; torch 2.11 gives it the last one."""
+    put = fx.traceback.set_stack_trace
+
+    def replace(stack: list[str]) -> None:
+        fx.traceback.current_meta.pop("stack_trace", None)
+        put(stack)
+
+    with mock.patch.object(fx.traceback, "set_stack_trace", replace):
         yield
 
 
@@ -222,8 +235,8 @@ def checkpoints_followed() -> Iterator[None]:
     """Within this context, number the selective checkpoints that are traced, and refuse reentrant checkpoints.
 
     torch numbers them under dynamo alone, and its partition compares the numbers. Each gets the next ``ac_graph_id``,
-    from 0 on in each context. torch also leaves the last mark of a checkpoint's region on all nodes behind it; here
-    marks end with their region.
+    from 0 on in each context, and its nodes have it on torch 2.11 as well. torch also leaves the last mark of a
+    checkpoint's region on all nodes behind it; here marks end with their region.
 
     Raises:
         CaptureError: later, when backward reaches a reentrant checkpoint inside this context; names the checkpointed
@@ -233,6 +246,11 @@ def checkpoints_followed() -> Iterator[None]:
     from torch.utils.checkpoint import _CachingTorchDispatchMode as Region
 
     numbers = itertools.count()
+    plain: Any = Region.__torch_dispatch__
+
+    def dispatch(self: Any, *args: Any, **named: Any) -> Any:
+        fx.traceback.current_meta["ac_graph_id"] = self.ac_graph_id
+        return plain(self, *args, **named)
 
     def enter(self: Any) -> Any:
         self.ac_graph_id = next(numbers)
@@ -246,6 +264,7 @@ def checkpoints_followed() -> Iterator[None]:
     with (
         mock.patch.object(Region, "__enter__", enter),
         mock.patch.object(Region, "__exit__", leave),
+        mock.patch.object(Region, "__torch_dispatch__", dispatch),
         mock.patch.object(CheckpointFunction, "backward", _refuse_reentrant),
     ):
         yield

@@ -174,13 +174,35 @@ def aot_backend(
     """
     from torch._dynamo.backends.common import aot_autograd
 
-    return aot_autograd(
+    compiler = aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
+
+    def compile_graph(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        with _checks_kept():
+            return compiler(gm, inputs)
+
+    return compile_graph
+
+
+@contextlib.contextmanager
+def _checks_kept() -> Iterator[None]:
+    """Within this context, AOTAutograd keeps the check behind ``torch.linalg.inv``; torch 2.11 drops it as unused."""
+    from torch._higher_order_ops import effects
+
+    check = torch.ops.aten._linalg_check_errors.default
+    if effects.has_effects(check):
+        yield
+        return
+    registered = effects._register_effectful_op(check, effects._EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        registered.destroy()
 
 
 def static_inputs() -> tuple[int, ...]:
@@ -259,6 +281,7 @@ def forward_backward(
         checkpoints_followed(),
         quiet_meta(),
         _checkpoints_marked(),
+        _checks_kept(),
         mock.patch.object(graph_capture, "make_fx", traced),
     ):
         aot_function(

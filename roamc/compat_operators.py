@@ -89,6 +89,20 @@ def direct(target: Any) -> Any:
     return target._op if isinstance(target, OpOverload) else target
 
 
+_UNTAGGED = frozenset(
+    f"aten::{name}"
+    for name in ("_conj_physical", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "leaky_relu", "leaky_relu_", "selu_")
+)
+"""Pointwise operators that torch 2.11 does not tag as such, and torch 2.13 does."""
+
+
+def is_pointwise(target: object) -> bool:
+    """Whether ``target`` is an operator of which torch says that it treats each element by itself."""
+    if not isinstance(target, OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or target.name() in _UNTAGGED
+
+
 def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
     """Whether an operator, such as ``"aten::mm.out"``, has a kernel of its own for a key: ``"CPU"`` or ``"CUDA"``."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key))

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload
 from roamc.compat_groups import known_rank_in, ranks_in
+from roamc.compat_operators import is_pointwise
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, copied, operators
 from roamc.graph.rewrite import mode_of
@@ -227,7 +227,7 @@ class _Columns:
         source: Any = node.all_input_nodes[0]
         if self._is_name(node):
             return source in self.values and bool(value.shape[-1] == source.meta["val"].shape[-1])
-        pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+        pointwise = is_pointwise(target)
         if not (pointwise or target in (aten._to_copy.default, aten.clone.default)) or ops.rule(target).mutates:
             return False
         if any(isinstance(argument, fx.Node) for argument in node.kwargs.values()):

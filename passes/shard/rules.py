@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from roamc.compat import OpOverload
+from roamc.compat_operators import is_pointwise
 from roamc.operators import ops
 from roamc.operators.table import Rowwise
 from roamc.passes.shard.rows import Addend, Form, Indices, Local, Part, Rows, Turned, Whole
@@ -49,7 +50,7 @@ def local(node: fx.Node, rows: Rows) -> Local | None:
     along = facts.rowwise
     if along is not None and along.dim is not None:
         return _along(node, rows, along)
-    pointwise = target.namespace == "aten" and torch.Tag.pointwise in target.tags
+    pointwise = target.namespace == "aten" and is_pointwise(target)
     if target in ELEMENTWISE or (pointwise and not facts.view_of) or along == Rowwise():
         return _elementwise(node, rows)
     return None

@@ -23,7 +23,8 @@ from torch import fx
 
 from roamc.capture.in_place_values import geometry, writes_over
 from roamc.capture.sharing import Half, reads_as_another
-from roamc.compat import FakeTensorMode, OpOverload, identity
+from roamc.compat import FakeTensorMode, identity
+from roamc.compat_operators import is_pointwise
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.rewrite import placed_in
 from roamc.graph.storage_ids import addresses_of
@@ -209,5 +210,4 @@ def _is_same_loop(value: fx.Node, part: torch.Tensor, result: torch.Tensor) -> b
 
     Only then are the last bits sure to be the same.
     """
-    pointwise = isinstance(value.target, OpOverload) and torch.Tag.pointwise in value.target.tags
-    return pointwise and part.stride() == result.stride()
+    return is_pointwise(value.target) and part.stride() == result.stride()

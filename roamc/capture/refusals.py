@@ -24,7 +24,7 @@ _ADVICE = {
         "loss_fn converts parameters of the model, as .to(), .half() and .cuda() do; convert the model before the "
         "first step, and what it computes in loss_fn"
     ),
-    "of _Whole is a view": (
+    "of _Whole": (
         "the step writes to a parameter, of which fully_shard gathers a copy: the write would be lost, as it is in "
         "eager; write to it between steps"
     ),
@@ -84,7 +84,7 @@ def _text(error: RuntimeError | TypeError) -> str | None:
             f"train_step cannot plan torch's {name}, whose branches are graphs of their own; use torch.where, "
             "or torch.compile or roamc.optimize, which take it"
         )
-    if not isinstance(error, NotImplementedError):
+    if not isinstance(error, NotImplementedError) or "Generator" not in str(error):
         return None
     # torch up to 2.12 has no place for a generator in a graph.
     return (

@@ -24,6 +24,7 @@ from torch import fx
 from roamc.codegen.calls import by_name
 from roamc.codegen.group_verdicts import GroupFault, Verdict
 from roamc.compat import OpOverload
+from roamc.compat_operators import is_pointwise
 from roamc.operators import ops
 from roamc.operators.schemas import name_of
 from roamc.operators.table import Rowwise
@@ -188,7 +189,7 @@ def rows_of(node: fx.Node) -> tuple[Rowwise, list[str]]:
     """
     target = node.target
     rowwise = ops.rule(target).rowwise
-    if isinstance(target, OpOverload) and rowwise is None and torch.Tag.pointwise in target.tags:
+    if rowwise is None and is_pointwise(target):
         rowwise = Rowwise()
     if rowwise is None or not isinstance(target, OpOverload):
         raise GroupFault(Verdict.UNKNOWN, "nothing says that it treats rows apart", node.name)

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from roamc.compat import OpOverload
 from roamc.compat_groups import known_rank_in
+from roamc.compat_operators import is_pointwise
 from roamc.graph.shard_states import SUMS, WORDS, L, M, P, R, Rule, T, V, Value, along, literals, shape_of, single
 from roamc.graph.shard_terms import Term, merged
 from roamc.operators import ops
@@ -201,7 +201,7 @@ def by_class(walk: Walk, node: fx.Node) -> tuple[Value | None, ...]:
         VerifyError: values meet in a way that gives nothing of a rank's own classes.
     """
     rule = BY_CLASS.get(node.target)
-    pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    pointwise = is_pointwise(node.target)
     if rule is not None:
         results = rule(walk, node)
     elif (pointwise or node.target is aten._to_copy.default) and not ops.rule(node.target).mutates and single(node):

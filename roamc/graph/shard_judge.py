@@ -38,6 +38,7 @@ from torch import fx
 
 from roamc.compat import OpOverload
 from roamc.compat_groups import ranks_in
+from roamc.compat_operators import is_pointwise
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
 from roamc.graph.rank_judge import check_agreements, check_waits
@@ -238,7 +239,7 @@ class Walk:
         if is_by_class(self, node):
             return by_class(self, node)
         rule = ALL_RULES.get(node.target)
-        pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+        pointwise = is_pointwise(node.target)
         facts = ops.rule(node.target)
         if rule is not None:
             return rule(self, node)

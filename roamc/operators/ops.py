@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from roamc.compat import OpOverload
-from roamc.compat_operators import suggested_format
+from roamc.compat_operators import is_pointwise, suggested_format
 from roamc.operators.collectives import FINISHED, NAMESPACE
 from roamc.operators.composite import Composite
 from roamc.operators.costs.cost import Cost
@@ -166,7 +166,7 @@ def _from_schema(target: OpOverload) -> OpRule:
 
 def _pointwise(target: OpOverload) -> tuple[int, ...]:
     """The positions of all tensor arguments of a pointwise operator; none for other operators."""
-    if torch.Tag.pointwise not in target.tags:
+    if not is_pointwise(target):
         return ()
     arguments = enumerate(target._schema.arguments)
     return tuple(at for at, argument in arguments if str(argument.type) == "Tensor" and not argument.kwarg_only)
@@ -175,7 +175,7 @@ def _pointwise(target: OpOverload) -> tuple[int, ...]:
 def _strides(target: OpOverload) -> Strides:
     """Return OPERANDS for an operator that torch tags as pointwise and that writes no argument, else AS_NOTED."""
     written = any(argument.alias_info is not None for argument in target._schema.arguments)
-    return Strides.OPERANDS if torch.Tag.pointwise in target.tags and not written else Strides.AS_NOTED
+    return Strides.OPERANDS if is_pointwise(target) and not written else Strides.AS_NOTED
 
 
 def _rowwise(target: OpOverload, row: Row, strides: Strides) -> Rowwise | None:
@@ -185,7 +185,7 @@ def _rowwise(target: OpOverload, row: Row, strides: Strides) -> Rowwise | None:
     """
     if row.rowwise is not None or row.compares is not None or target.namespace != "aten":
         return row.rowwise
-    apart = torch.Tag.pointwise in target.tags or strides is not Strides.AS_NOTED
+    apart = is_pointwise(target) or strides is not Strides.AS_NOTED
     return Rowwise() if apart else None
 
 
@@ -208,7 +208,7 @@ def _cost(target: OpOverload, *, is_view: bool) -> Cost:
 def _tagged_kind(target: OpOverload) -> str:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return "random"
-    if torch.Tag.pointwise in target.tags:
+    if is_pointwise(target):
         return "pointwise"
     reduction = getattr(torch.Tag, "reduction", None)  # a tag since torch 2.12
     return "reduction" if reduction is not None and reduction in target.tags else UNKNOWN

@@ -32,7 +32,7 @@ class Sum(nn.Module):
         self.terms = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.layer(x), *self.terms)
+        return self.function(self.layer(x), *[self.terms[i] for i in range(len(self.terms))])  # torch 2.11 needs it
 
 
 def scaled_gradients(model: nn.Module) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import roamc
 from roamc.errors import CaptureError
-from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd
+from tests.end_to_end.helpers import TORCH, assert_same, eager_step, noise, sgd
 from tests.kernel_cases import alone
 
 X = noise(3, 4)
@@ -31,10 +31,23 @@ def build() -> nn.Module:
     return parallelize_module(model, mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def all_in_parts() -> nn.Module:
+class Centred(nn.Module):
+    """Takes away a running mean."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(width))
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean + self.shift
+
+
+def all_in_parts(norm: type[nn.Module]) -> nn.Module:
     """A model whose norm and buffers are DTensors as well, on all ranks the same."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    model = nn.Sequential(nn.Linear(4, 8), norm(8))
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(distribute_tensor(parameter, mesh(), [Replicate()])))
@@ -73,8 +86,18 @@ def test_steps_are_those_of_eager_and_dtensors_stay(kind: Any) -> None:
     assert [parameter.to_local().data_ptr() for parameter in (model[0].weight, model[2].bias)] == places
 
 
-def test_batch_buffers_and_loss_may_be_dtensors() -> None:
-    model, twin = all_in_parts(), all_in_parts()
+@pytest.mark.parametrize(
+    "norm",
+    [
+        pytest.param(
+            nn.BatchNorm1d,
+            marks=pytest.mark.skipif(TORCH < (2, 13), reason="DTensor has no batch norm before torch 2.13"),
+        ),
+        Centred,
+    ],
+)
+def test_batch_buffers_and_loss_may_be_dtensors(norm: type[nn.Module]) -> None:
+    model, twin = all_in_parts(norm), all_in_parts(norm)
     x = distribute_tensor(X, mesh(), [Shard(0)])
     optimizer, reference = sgd(model), sgd(twin)
     step = roamc.train_step(model, loss_of, optimizer, strict=True)

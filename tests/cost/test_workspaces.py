@@ -318,7 +318,8 @@ def test_each_thread_takes_buffers(case: str, threads: int, threads_of_torch: No
     function, inputs = FOR_EACH_THREAD[case]
     said = workspace_bytes(node_of(function, *inputs), threads)
     torch.set_num_threads(threads)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as profile:
         results = function(*inputs)
     live = list(
         itertools.accumulate(
