@@ -145,7 +145,8 @@ def _save_objects_last(forward: fx.GraphModule, backward: fx.GraphModule, output
 
 def _place_among_saved(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return 0 if isinstance(value, torch.Tensor) else 2 if isinstance(value, (torch.SymInt, torch.SymFloat)) else 1
+    is_size = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return 0 if isinstance(value, torch.Tensor) else 2 if is_size else 1
 
 
 def _pick_first(node: fx.Node) -> None:

@@ -56,8 +56,6 @@ def _difference(a: Any, b: Any) -> str:
 
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-COMPILE_KEEPS_CHECKS = TORCH >= (2, 13)
-"""Whether torch.compile keeps the checks behind torch.linalg; before torch 2.13 a singular matrix gives nan there."""
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

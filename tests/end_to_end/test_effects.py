@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import roamc
 from tests.end_to_end.helpers import (
-    COMPILE_KEEPS_CHECKS,
     assert_backward_equal,
     assert_same,
     assert_steps_equal,
@@ -63,7 +62,6 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "in both": lambda x: InverseInBackward.apply(torch.linalg.inv(x)),
 }
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
-with_checks = pytest.mark.skipif(not COMPILE_KEEPS_CHECKS, reason="torch.compile drops the checks before torch 2.13")
 
 
 @each_function
@@ -77,7 +75,6 @@ def test_numbers_of_a_train_step(name: str) -> None:
     assert_steps_equal(Linalg(FUNCTIONS[name]), loss, sgd, [(X,), (Y,)])
 
 
-@with_checks
 def test_inference() -> None:
     model = Linalg(torch.linalg.inv)
     wanted = model(X).detach()
@@ -88,7 +85,6 @@ def test_inference() -> None:
             model(SINGULAR)
 
 
-@with_checks
 @each_function
 def test_a_singular_matrix_is_an_error_and_training_goes_on(name: str) -> None:
     model = optimized(Linalg(FUNCTIONS[name]))
@@ -110,7 +106,6 @@ def test_a_singular_matrix_stops_a_train_step_before_it_has_changed_anything(nam
     step(X)
 
 
-@with_checks
 def test_the_first_of_two_checks_speaks() -> None:
     model = optimized(Linalg(lambda x, y: torch.linalg.inv(x) + torch.linalg.cholesky(y)))
     with pytest.raises(torch.linalg.LinAlgError, match=r"linalg\.inv"):
@@ -119,7 +114,6 @@ def test_the_first_of_two_checks_speaks() -> None:
         model(X, SINGULAR)
 
 
-@with_checks
 def test_a_check_whose_result_nobody_reads() -> None:
     def checked(x: Tensor) -> Tensor:
         torch.linalg.inv(x)
