@@ -12,6 +12,7 @@ from torch import Tensor
 from roamc.graph import operators
 from roamc.operators.corrections import FIXES, correct
 from roamc.operators.table import ROWS
+from tests.end_to_end.helpers import TORCH
 from tests.graphs import traced
 from tests.operators.test_pointwise import FLOATS, operand, strides
 
@@ -34,6 +35,7 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
 ONE_DTYPE = {
     *(aten.huber_loss_backward.default, aten.log_sigmoid_backward.default, aten._prelu_kernel_backward.default),
     aten.complex.default,
+    *([aten.mse_loss_backward.default] if TORCH < (2, 13) else []),
 }
 """Operators that refuse operands of several dtypes."""
 
