@@ -80,7 +80,7 @@ def _bytes(matrix: Tensor, along: int, lines: int) -> Bytes:
     return sizes[1 - near] * _up(sizes[near], ALIGNED // matrix.itemsize) * matrix.itemsize
 
 
-def _product(multiply: Callable[..., None], first: Tensor, second: Tensor, out: Tensor) -> None:
+def _product(multiply: Callable[..., object], first: Tensor, second: Tensor, out: Tensor) -> None:
     along, lines = piece_of(first, second, out)
     whole = _aligned(first if along else second)
     for begin in range(0, out.shape[along], lines):

@@ -34,6 +34,8 @@ from roamc.operators.schemas import name_of
 from roamc.operators.table import Rowwise
 from roamc.units import Bytes
 
+Ints = tuple[int, ...]
+
 REBUILDS = "roamc_rebuilds"
 """Key in the ``meta`` of a member that makes once more, inside a group, what an operator outside has made: its name."""
 
@@ -307,8 +309,8 @@ class Fused(Composite):
     def laid_out(self, args: Sequence[torch.Tensor | float]) -> list[torch.Tensor | float]:
         """Return ``args``, copied where shape or strides are not those of the placeholder in ``body``."""
         return [
-            value if node is None or _as_expected(value, node) else _laid_out(value, node)  # type: ignore[arg-type]
-            for value, node in zip(args, self._expected, strict=True)
+            value if lies is None or _as_expected(value, *lies) else _laid_out(value, *lies)  # type: ignore[arg-type]
+            for value, lies in zip(args, self._expected, strict=True)
         ]
 
     def put_back(self, args: Sequence[torch.Tensor | float], lie: Sequence[torch.Tensor | float]) -> None:
@@ -323,9 +325,10 @@ class Fused(Composite):
                 args[at].copy_(lie[at])  # type: ignore[union-attr,arg-type]
 
     @functools.cached_property
-    def _expected(self) -> tuple[torch.Tensor | None, ...]:
-        """For each argument the fake tensor of the body that it stands for; None for a number."""
-        return tuple(next((tensor for _, tensor in tensors_of(node)), None) for node in placeholders(self.body))
+    def _expected(self) -> tuple[tuple[Ints, Ints] | None, ...]:
+        """For each argument shape and strides of the fake tensor in the body that it stands for; None for a number."""
+        fakes = (next((tensor for _, tensor in tensors_of(node)), None) for node in placeholders(self.body))
+        return tuple(None if fake is None else (tuple(fake.shape), tuple(fake.stride())) for fake in fakes)
 
     def __call__(self, *args: torch.Tensor | float) -> Any:
         """Return the result, or a tuple of several, for ``args``; on fake tensors, what the body gives for them.
@@ -356,20 +359,20 @@ def same_geometry(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return (tensor.dtype, tensor.shape, tensor.stride()) == (other.dtype, other.shape, other.stride())
 
 
-def _as_expected(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether a tensor has the shape and the strides of the one that is expected, but for dimensions of one element."""
-    if tensor.stride() == expected.stride() and tensor.shape == expected.shape:
+def _as_expected(tensor: torch.Tensor, shape: Ints, strides: Ints) -> bool:
+    """Whether a tensor has the shape and the strides that are expected, but for dimensions of one element."""
+    if tensor.stride() == strides and tensor.shape == shape:
         return True
-    strides = zip(tensor.shape, tensor.stride(), expected.stride(), strict=False)
-    return tensor.shape == expected.shape and all(size < 2 or one == other for size, one, other in strides)
+    each = zip(tensor.shape, tensor.stride(), strides, strict=False)
+    return tensor.shape == shape and all(size < 2 or one == other for size, one, other in each)
 
 
-def _laid_out(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``tensor`` with the strides of ``expected``: one element where a dimension is expanded."""
-    for dim, stride in enumerate(expected.stride()):
+def _laid_out(tensor: torch.Tensor, shape: Ints, strides: Ints) -> torch.Tensor:
+    """Return a copy of ``tensor`` with these strides: one element where a dimension is expanded."""
+    for dim, stride in enumerate(strides):
         tensor = tensor.narrow(dim, 0, 1) if not stride and tensor.shape[dim] else tensor
-    copy = torch.empty_strided(tensor.shape, expected.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor).expand(expected.shape)
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor).expand(shape)
 
 
 def _sees_another(reader: fx.Node, argument: fx.Node, matrix: Matrix) -> bool:

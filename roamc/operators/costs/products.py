@@ -126,4 +126,5 @@ def onednn_per_thread(call: Call, result: torch.Tensor) -> Bytes:
 
 def aligned(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes of the copies in a product by roamc's operators for rows that are not aligned."""
-    return copied_bytes(*_factors(call), result)
+    first, second = _factors(call)
+    return copied_bytes(first, second, result)

@@ -258,15 +258,15 @@ def _unscaled(node: fx.Node) -> bool:
 
 def _divide(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     """ATen's kernel multiplies by the reciprocal of a number, computed in float64 (since torch 2.11)."""
-    divisor = node.args[1]
+    divisor: Any = node.args[1]
     if values[1].argument:
         inverse = lines.let(f"tl.cast(1.0 / {lines.pointers[divisor]}, tl.float32)")
         return lines.let("{0} * {1}", values[0], inverse)
     if isinstance(divisor, fx.Node):
         return lines.let("tl.div_rn({0}, {1})", *values)
     with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.float32(1 / np.float64(divisor))
-    return lines.let(f"{{0}} * {lines.number(float(inverse))}", values[0])
+        factor = float(np.float32(1 / np.float64(divisor)))
+    return lines.let(f"{{0}} * {lines.number(factor)}", values[0])
 
 
 def _side_by_side(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
