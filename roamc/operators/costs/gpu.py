@@ -67,9 +67,8 @@ def staged_sums(call: Call, result: torch.Tensor) -> Bytes:
 def _reduced(call: Call, operand: torch.Tensor) -> set[int]:
     """The dimensions that a call reduces."""
     dims = call.args[1] if len(call.args) > 1 else None
-    every = range(operand.dim())
-    if not isinstance(dims, int | list | tuple) or dims in ([], ()):
-        return set(every)
+    if not isinstance(dims, int | list | tuple) or dims in ([], ()) or not operand.dim():
+        return set(range(operand.dim()))
     return {at % operand.dim() for at in ([dims] if isinstance(dims, int) else dims)}
 
 
