@@ -81,3 +81,13 @@ def test_pieces_of_the_head_of_a_language_model() -> None:
     assert copied_bytes(hidden, weight.t(), logits) == 2560 * 50264 * 2
     assert piece_of(logits, weight, hidden) == (0, 2560)
     assert piece_of(logits.t(), hidden, weight) == (0, 8192)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("seed", range(8))
+def test_a_result_may_lie_over_the_addend(seed: int) -> None:
+    first, second = halves(seed)
+    added = torch.randn(first.shape[0], second.shape[1]).bfloat16()
+    wanted = BY_COPIES[aten.addmm.default](added, first, second)
+    aligned.aligned_addmm(added, first, second, out=added)
+    assert torch.equal(added, wanted)
