@@ -218,7 +218,7 @@ def widened(node: fx.Node, name: str, value: Any) -> Any:
         return WIDE
     if stem(node.target) == "div" and name == "other" and isinstance(value, int | float) and value:
         with np.errstate(all="ignore"):  # ATen multiplies by the reciprocal of a number
-            return float(1 / np.float64(1 / np.float32(value)))
+            return float(1 / np.float64(np.float32(1 / np.float64(value))))
     if isinstance(value, float) and stem(node.target).partition(".")[0] in ROUNDED:
         kind = next(
             argument.meta["val"].dtype

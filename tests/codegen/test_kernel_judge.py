@@ -302,6 +302,13 @@ def test_values_inside_that_are_read_in_another_order_are_seen(
     assert Verdict.ELEMENTS.value in verdict_of(group_of(function, on_gpu((64, 64)), on_gpu((64, 64))))
 
 
+@pytest.mark.parametrize("number", [1e39, 1e300, 1e-41, 3, 0.0])
+def test_a_divisor_is_inverted_in_float64(number: float) -> None:
+    """The reciprocal of 1e39 is a number of float32, and 1e39 is not."""
+    x = on_gpu((40, 400))
+    assert verdict_of(group_of(lambda x, y: (x / number) * 1e38 + y, x, x)) == ""
+
+
 # -- results over operands --------------------------------------------------------------------------------------------
 
 
