@@ -203,9 +203,8 @@ class Lines:
         """Return the value of ``node``, a number that the kernel is passed in float64, in float32."""
         if node not in self._arguments:
             text = f"tl.cast({self.pointers[node]}, tl.float32)"
-            value = self._keep(Value(self.name("t"), text, Reach.ONE, 0, torch.float32, argument=True))
-            self.unnamed.add(value)
-            self._arguments[node] = value
+            value = Value(self.name("t"), text, Reach.ONE, 0, torch.float32, argument=True)
+            self._arguments[node] = self._keep(value)
         return self._arguments[node]
 
     def load(self, node: fx.Node, access: Access, shift: int = 0) -> Value:
