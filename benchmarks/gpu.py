@@ -42,7 +42,7 @@ STEPS, ROUNDS, PATIENCE = 4, 7, 400
 
 @dataclass(frozen=True)
 class Case:
-    """A model of the zoo: its name there, its settings, its vocabulary, and the list of its blocks."""
+    """A model of the zoo: its name there, its settings, the list of its blocks, and what ``--quick`` sets instead."""
 
     model: str
     settings: dict[str, Any]

@@ -54,7 +54,7 @@ FAST = Options(numerics="fast")
 
 
 def worker(name: str) -> dict[str, Any]:
-    """Count, compile and, where a GPU is, time the kernels of one model."""
+    """Count and compile the kernels of one model."""
     graph = captured(_workload(name), whole=False)
     rival = _rival(graph)
     before = launches(graph)
