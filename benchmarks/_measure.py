@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,16 @@ def interleaved(steps: dict[str, Callable[[], Any]], rounds: int, clock: Callabl
         step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
-        for name in steps if number % 2 == 0 else reversed(steps):
+        for name in in_turn(steps, number):
             begun = clock()
             steps[name]()
             times[name].append(clock() - begun)
     return times
+
+
+def in_turn(names: Iterable[str], number: int) -> list[str]:
+    """``names`` in the sequence of round ``number``: every second round goes backwards."""
+    return [*names] if number % 2 == 0 else [*names][::-1]
 
 
 def ratio(times: dict[str, list[float]], one: str, other: str) -> float:

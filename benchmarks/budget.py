@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._measure import Heap, Lines, by_line, fresh, ratio, refused_plan, resident, save, serve
+from benchmarks._measure import Heap, Lines, by_line, fresh, in_turn, ratio, refused_plan, resident, save, serve
 
 MODELS = ("gpt", "bert", "llama", "resnet50")
 RIVALS = (
@@ -162,7 +162,7 @@ def race(steps: dict[str, Callable[[str], float]], rounds: int) -> dict[str, lis
     """Seconds of every step in every round; one round before them is not counted."""
     times: dict[str, list[float]] = {row: [] for row in steps}
     for number in range(-1, rounds):
-        for row in steps if number % 2 else reversed(steps):
+        for row in in_turn(steps, number + 1):
             taken = steps[row](str(number + 1))
             if number >= 0:
                 times[row].append(taken)

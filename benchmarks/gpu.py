@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks._measure import Row, ratio, resident, save, serve
+from benchmarks._measure import Row, in_turn, ratio, resident, save, serve
 
 ROWS = (
     *("eager", "inductor", "inductor+block", "max-autotune"),
@@ -224,7 +224,7 @@ def ready_and_timed(
 def _rounds(asks: dict[str, Callable[[str], Any]], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {row: [] for row in asks}
     for number in range(rounds):
-        for row in asks if number % 2 == 0 else reversed(asks):
+        for row in in_turn(asks, number):
             times[row].append(asks[row]("seconds"))
     return times
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import roamc
-from benchmarks._measure import Row, save, serve
+from benchmarks._measure import Row, ratio, save, serve
 from benchmarks.gpu import PROFILE, alone, at_rest, peak_of, ready_and_timed, seconds_of
-from benchmarks.shard import ROWS, CoreAgain, sizes_of
+from benchmarks.shard import ROWS, CoreAgain, Stack, sizes_of
 from roamc.cli.zoo import Block
 
 RANKS, ROUNDS = 8, 7
@@ -39,8 +38,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Part(Block):
     """One rank's part of a block: its heads and columns; norms, dropout and residual are whole."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__(width, heads, dropout, fused_attention=False)
+    def __init__(self, width: int, heads: int, dropout: float, fused_attention: bool = True) -> None:
+        super().__init__(width, heads, dropout, fused_attention)
         inner = width // RANKS
         self.qkv, self.proj = nn.Linear(width, 3 * inner), nn.Linear(inner, width)
         self.up, self.down = nn.Linear(width, 4 * inner), nn.Linear(4 * inner, width)
@@ -48,22 +47,6 @@ class Part(Block):
 
 class PartAgain(CoreAgain, Part):
     """The same, its attention's core made again in backward."""
-
-
-class Layers(nn.Module):
-    """Layers alone."""
-
-    def __init__(self, sizes: Row, layers: int, again: str) -> None:
-        super().__init__()
-        kind = PartAgain if again == "core" else Part
-        self.blocks = nn.ModuleList(kind(sizes["width"], sizes["heads"], sizes["dropout"]) for _ in range(layers))
-        self.whole_again = again == "layer"
-        self.register_buffer("hidden", torch.ones(sizes["seq"], sizes["seq"], dtype=torch.bool).triu(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, self.hidden, use_reentrant=False) if self.whole_again else block(x, self.hidden)
-        return x
 
 
 # -- in the process of one row ----------------------------------------------------------------------------------------
@@ -105,7 +88,7 @@ def _made(layers: int, again: str, quick: bool) -> tuple[nn.Module, Tensor]:
     sizes = {**sizes_of("gpt3-22b"), **(SMALL if quick else {})}
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model = Layers(sizes, layers, again).bfloat16()
+        model = Stack(sizes, layers, again, (Part, PartAgain)).bfloat16()
         model.hidden = model.hidden.bool()
         x = torch.randn(sizes["batch"], sizes["seq"], sizes["width"], dtype=torch.bfloat16, requires_grad=True)
     return model, x
@@ -162,7 +145,7 @@ def measure(rounds: int, quick: bool) -> list[Row]:
             row["held_of_sbh"] = (row["four"]["held"] - row["two"]["held"]) / 2 / unit
             first = f"t: {'fast' if way == 'within' else way}"
             if first in times:
-                row["added"] = statistics.median(a / b for a, b in zip(times[kind], times[first], strict=True)) - 1
+                row["added"] = ratio(times, kind, first) - 1
         rows.append(row)
     return rows
 

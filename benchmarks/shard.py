@@ -89,11 +89,17 @@ class CoreAgain(Block):
 
 
 class Stack(nn.Module):
-    """Layers alone, without embedding and head."""
+    """Layers alone, without embedding and head: of the first of ``kinds``, or of the second for attention again."""
 
-    def __init__(self, sizes: dict[str, Any], layers: int, again: str) -> None:
+    def __init__(
+        self,
+        sizes: dict[str, Any],
+        layers: int,
+        again: str,
+        kinds: tuple[type[Block], type[Block]] = (Block, CoreAgain),
+    ) -> None:
         super().__init__()
-        kind = CoreAgain if again == "core" else Block
+        kind = kinds[again == "core"]
         width, heads, dropout = sizes["width"], sizes["heads"], sizes["dropout"]
         self.blocks = nn.ModuleList(kind(width, heads, dropout, fused_attention=False) for _ in range(layers))
         self.whole_again = again == "layer"

@@ -38,6 +38,11 @@ def parse_bytes(text: str | int, advice: str = "write for example 6GiB, 500MB or
     return int(Fraction(match.group(1)) * _POWERS[(match.group(2) or "").lower()])
 
 
+def rounded_up(count: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is not below ``count``."""
+    return -(-count // multiple) * multiple
+
+
 def format_bytes(count: Bytes) -> str:
     """Write ``count`` bytes in decimal units with four significant digits, e.g. ``"463.2 MB"``."""
     if abs(count) < 1000:

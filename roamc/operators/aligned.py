@@ -8,14 +8,14 @@ by piece. They sum in another order than ``aten.mm`` and ``addmm``, and stand in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from roamc.compat import OpOverload
 from roamc.operators.onednn import product_operator
-from roamc.units import Bytes
+from roamc.units import Bytes, rounded_up
 
 aten = torch.ops.aten
 
@@ -76,8 +76,8 @@ def _bytes(matrix: Tensor, along: int, lines: int) -> Bytes:
     """Bytes of an aligned copy of so many lines along a dimension of ``matrix``."""
     sizes = list(matrix.shape)
     sizes[along] = min(lines, sizes[along])
-    near = min((0, 1), key=matrix.stride)
-    return sizes[1 - near] * _up(sizes[near], ALIGNED // matrix.itemsize) * matrix.itemsize
+    near, far = _aligned_steps(matrix, sizes)
+    return sizes[1 - near] * far * matrix.itemsize
 
 
 def _product(multiply: Callable[..., object], first: Tensor, second: Tensor, out: Tensor) -> None:
@@ -101,14 +101,15 @@ def _aligned(matrix: Tensor) -> Tensor:
 
 def _like(matrix: Tensor) -> Tensor:
     """New memory for a matrix whose near dimension is that of ``matrix``, with aligned rows."""
-    near = min((0, 1), key=matrix.stride)
-    far = _up(matrix.shape[near], ALIGNED // matrix.itemsize)
+    near, far = _aligned_steps(matrix, matrix.shape)
     strides = (1, far) if near == 0 else (far, 1)
     return torch.empty_strided(matrix.shape, strides, dtype=matrix.dtype, device=matrix.device)
 
 
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def _aligned_steps(matrix: Tensor, sizes: Sequence[int]) -> tuple[int, int]:
+    """The near dimension of an aligned copy of ``sizes`` of ``matrix``, whose stride is 1, and the other's stride."""
+    near = min((0, 1), key=matrix.stride)
+    return near, rounded_up(sizes[near], ALIGNED // matrix.itemsize)
 
 
 WRITERS: dict[OpOverload, Callable[..., None]] = {aten.mm.default: aligned_mm, aten.addmm.default: aligned_addmm}

@@ -12,7 +12,7 @@ import math
 import torch
 
 from roamc.operators.call import Call, tensor_at
-from roamc.units import Bytes
+from roamc.units import Bytes, rounded_up
 
 MULTIPROCESSORS, THREADS = 132, 2048
 """Of an H100: multiprocessors, and threads that each runs at a time; for plans without a GPU."""
@@ -34,7 +34,7 @@ def attention_gradient(call: Call, result: torch.Tensor) -> Bytes:
     """
     query = tensor_at(call, 1)
     *heads, length, width = query.shape
-    return 4 * math.prod(heads) * _up(length, QUERIES) * (1 + (width if query.itemsize == 2 else 0))
+    return 4 * math.prod(heads) * rounded_up(length, QUERIES) * (1 + (width if query.itemsize == 2 else 0))
 
 
 def staged_sums(call: Call, result: torch.Tensor) -> Bytes:
@@ -90,10 +90,6 @@ def _results_of_a_thread(operand: torch.Tensor, reduced: set[int]) -> int:
 def _power(number: int, most: int) -> int:
     """The largest power of two up to ``number``, and up to ``most``."""
     return min(1 << (number.bit_length() - 1), most)
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @functools.cache

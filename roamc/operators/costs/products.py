@@ -13,7 +13,7 @@ import torch
 from roamc.operators.aligned import copied_bytes
 from roamc.operators.call import Call, fakes, tensors_in
 from roamc.operators.costs.arguments import in_order, matrix
-from roamc.units import Bytes
+from roamc.units import Bytes, rounded_up
 
 ROWS, COLUMNS = 256, 64
 """Most rows and columns of the block of the result that a thread makes in one round."""
@@ -82,18 +82,14 @@ def thread_bytes(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor
     rows, depth, columns = first.shape[-2], first.shape[-1], second.shape[-1]
     contiguous = first.stride(-1) == 1
     most = 2 * DEPTH if contiguous and depth > 2 * DEPTH else DEPTH
-    deep = min(_whole(depth), most)
+    deep = min(rounded_up(depth, COLUMNS), most)
     copied = not contiguous or (rows >= WIDE and depth >= TALL)
-    high, broad = min(rows, ROWS), min(_whole(columns), COLUMNS)
+    high, broad = min(rows, ROWS), min(rounded_up(columns, COLUMNS), COLUMNS)
     block = high * broad
     if copied and depth > deep:
-        block = max(high * min(_whole(columns), WIDE), min(rows, TALL) * broad)
+        block = max(high * min(rounded_up(columns, COLUMNS), WIDE), min(rows, TALL) * broad)
     copy = 2 * high * (deep + PADDED) if copied else 0
     return copy + 2 * deep * COLUMNS + 4 * block
-
-
-def _whole(count: int) -> int:
-    return -(-count // COLUMNS) * COLUMNS
 
 
 def onednn(call: Call, result: torch.Tensor) -> Bytes:
