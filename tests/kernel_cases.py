@@ -20,6 +20,7 @@ from roamc.operators.aligned import BY_COPIES
 from roamc.operators.counter import counter_mask, draw_seeds, own_seeds
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.random import dropout_mask
+from roamc.operators.scores import label_scores, nll_of_scores
 from roamc.operators.shards import own_classes, own_indices, own_part
 
 aten = torch.ops.aten
@@ -367,6 +368,24 @@ def seeds_of_dropouts(dtype: torch.dtype) -> list[Call]:
 def counter_masks(dtype: torch.dtype) -> list[Call]:
     seeds, likes = torch.tensor([[1, 2], [-(2**62), 2**32 - 1]]), [torch.empty_like(x) for x in odd(dtype)]
     return [call(seed, x.shape, x.stride(), keep) for seed in seeds for x in likes for keep in (0.0, 0.7, 1.0)]
+
+
+def some_labels() -> list[torch.Tensor]:
+    """Labels of four rows of seven classes: all there, some left out, some no class, all left out."""
+    return [torch.tensor(each) for each in ([0, 6, 3, 3], [0, -100, 6, 1], [7, -1, 2, -100], [2, 2, 2, 2])]
+
+
+@cases(FLOATS, label_scores)
+def scores_of_labels(dtype: torch.dtype) -> list[Call]:
+    scores = (*_both(tensor(dtype, 4, 7)), tensor(dtype, 8, 14)[::2, ::2])
+    return [call(x, labels, [1], keep, 2) for x in scores for labels in some_labels() for keep in (False, True)]
+
+
+@cases(FLOATS, nll_of_scores)
+def losses_of_scores(dtype: torch.dtype) -> list[Call]:
+    whole, some, _, alike = some_labels()
+    labels = ((whole, -100), (whole, 3), (some, -100), (alike, 2), (alike, 0))
+    return [call(tensor(dtype, 4), each, 7, how, ignored) for each, ignored in labels for how in range(3)]
 
 
 @cases((torch.int64,), own_seeds)

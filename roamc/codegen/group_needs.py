@@ -112,7 +112,7 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
         GroupFault: an operand cannot be broadcast, or is a view of another dtype.
     """
     rowwise, names = rows_of(node)
-    per_row, whole = ({names[at] for at in positions} for positions in (rowwise.per_row, rowwise.whole))
+    per_row, whole = read_per_row(node), {names[at] for at in rowwise.whole}
     sizes, needs = shape_of(node), {}
     called: Any = node.target
     for name, argument in by_name(called, node.args, node.kwargs).items():
@@ -128,6 +128,21 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
             shape, strides = (*shape, 1), (*strides, 0)
         needs[name] = Need(value, sizes, _broadcast(argument, shape, strides, sizes), offset)
     return needs
+
+
+def read_per_row(node: fx.Node) -> set[str]:
+    """Return the names of the arguments of which the operator ``node`` reads one element for each row.
+
+    An operator that has such arguments takes any other of one dimension so, such as the gradient of each row's loss.
+    """
+    rowwise, names = rows_of(node)
+    if not rowwise.per_row:
+        return set()
+    called: Any = node.target
+    arguments = by_name(called, node.args, node.kwargs).items()
+    tensors = {name: tensor_of(one) for name, one in arguments if isinstance(one, fx.Node) and not is_number(one)}
+    whole = {names[at] for at in rowwise.whole}
+    return {name for name, tensor in tensors.items() if tensor.dim() == 1 and name not in whole}
 
 
 def result_of(node: fx.Node) -> Need:

@@ -23,6 +23,7 @@ from roamc.codegen.group_needs import (
     is_sum_over_rows,
     members_of,
     position_of,
+    read_per_row,
     rows_of,
     tensor_of,
     values_of,
@@ -162,7 +163,7 @@ class Expected:
             return [self._numbered(node, operands)]
         if copies(node):
             return [value[rows] if value.dim() else value for value in operands.values()]
-        rowwise, names = rows_of(node)
+        (rowwise, names), per_row = rows_of(node), read_per_row(node)
         passed = {name: widened(node, name, value) for name, value in by_name(called, node.args, node.kwargs).items()}
         passed |= {
             name: self.memory.number(value).item()
@@ -171,7 +172,7 @@ class Expected:
         }
         for name, value in operands.items():
             passed[name] = value if not value.dim() or self.matrix.needs[node][name].whole else value[rows]
-            if name in {names[at] for at in rowwise.per_row}:
+            if name in per_row:
                 passed[name] = passed[name][:, 0]
             elif rowwise.sizes is not None:
                 passed[name] = self._as_it_is(tensor_of(argument_of(node, name)), passed[name])

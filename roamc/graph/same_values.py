@@ -20,6 +20,7 @@ from roamc.operators import ops
 from roamc.operators.composite import Composite
 from roamc.operators.products_sent import ALL_GATHER_MM, MM_REDUCE_SCATTER
 from roamc.operators.random import dropout_mask
+from roamc.operators.scores import label_scores, nll_of_scores
 from roamc.operators.split_collectives import STARTS
 
 if TYPE_CHECKING:
@@ -79,6 +80,21 @@ def _batch_norm(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | No
     plain = x, weight, bias, training, momentum, epsilon
     same = walk.called(aten._native_batch_norm_legit.no_stats, (plain, ()))
     return walk.number(call), {position: walk.numbers.of("part", same, position) for position in range(3)}
+
+
+def _loss(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
+    """A loss of rows of classes, without weights of classes, is ``nll_of_scores`` of ``label_scores``."""
+    (scores, labels, *_), _ = call.keys
+    rows: torch.Tensor = call.args[0].meta["val"]
+    if rows.dim() != 2 or call.args[2] is not None:
+        return None
+    _, _, _, reduction, ignored = call.args
+    how, _ = walk.keys(label_scores, ([1], False, ignored), {})
+    picked = walk.numbers.of("part", walk.called(label_scores, ((scores, labels, *how), ())), 0)
+    read = "read", picked, walk.numbers.in_rows(rows.shape[:1], rows.dtype)
+    how, _ = walk.keys(nll_of_scores, (int(rows.shape[1]), reduction, ignored), {})
+    number = walk.called(nll_of_scores, ((read, labels, *how), ()))
+    return number, {position: walk.numbers.of("part", number, position) for position in range(2)}
 
 
 def _scattered(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
@@ -217,6 +233,7 @@ EQUAL: dict[object, Equal] = {
     aten._native_batch_norm_legit.default: _batch_norm,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.clone.default: _cloned,
+    aten.nll_loss_forward.default: _loss,
     **dict.fromkeys(ATEN, _by_another_library),
     **dict.fromkeys(FINISHED_FORM, _finished_later),
     ALL_GATHER_MM: _products_of_gathered,

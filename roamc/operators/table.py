@@ -71,7 +71,8 @@ class Rowwise:
             it has no such argument.
         keepdim: position of the flag that keeps this dimension in the result, with size 1; None if the result has the
             shape of the arguments.
-        per_row: positions of the arguments that have one element for each row.
+        per_row: positions of the arguments that have one element for each row. Where there are some, any other argument
+            of one dimension that is not ``whole`` has so too.
         whole: positions of the arguments that are the same for all rows, such as weights of classes.
         rank: the only number of dimensions for which this holds; 0 for any.
         sizes: position of the argument that has the sizes of the dimensions along which it works: this holds if that is
@@ -292,6 +293,7 @@ ROWS: dict[str, Row] = {
     "aten::_log_softmax_backward_data": Row(overwrites=(0, 1), rowwise=Rowwise(dim=2)),
     "aten::_to_copy": Row(rowwise=Rowwise()),
     "aten::nll_loss_backward": Row(rowwise=Rowwise(per_row=(2,), whole=(3, 6), rank=2)),
+    "roamc::label_scores": Row(rowwise=Rowwise(dim=2, keepdim=3, per_row=(1,), rank=2)),
     **dict.fromkeys(["aten::mean.dim", "aten::amax", "aten::amin"], Row(rowwise=Rowwise(dim=1, keepdim=2))),
     "aten::sum.dim_IntList": Row(rowwise=Rowwise(dim=1, keepdim=2), columnwise=Columnwise(dim=1)),
     "aten::native_layer_norm": Row(rowwise=Rowwise(sizes=1)),

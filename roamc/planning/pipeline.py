@@ -31,6 +31,7 @@ from roamc.passes import (
     reorder,
     retain,
     reuse,
+    scores,
     shard,
 )
 from roamc.planning.plan import Plan
@@ -113,6 +114,7 @@ PIPELINE = checked(
     Pass.of(checkpoint, per_budget=False, requires={"normal form"}, provides={"user's recomputation"}),
     Pass.of(shard, per_budget=False, requires={"normal form", "user's recomputation"}, judge=shard_judge.check),
     Pass.of(masks, per_budget=False, requires={"normal form", "user's recomputation"}, judge=mask_judge.check),
+    Pass.of(scores, per_budget=False, requires={"normal form", "user's recomputation"}),
     Pass.of(async_tp, per_budget=False, requires={"normal form"}),
     Pass.of(products, per_budget=False, requires={"normal form"}),
     Pass.of(fuse, per_budget=False, requires={"normal form", "user's recomputation"}),

@@ -92,6 +92,17 @@ def losses(scale: Tensor, logs: Tensor, labels: Tensor, total: Tensor, weight: T
     return aten._log_softmax_backward_data(grad, logs, 1, torch.float32)
 
 
+def losses_of_rows(scale: Tensor, logs: Tensor, labels: Tensor, total: Tensor) -> Tensor:
+    """The loss of each row has a gradient of its own."""
+    grad = aten.nll_loss_backward(scale / 3, logs, labels, None, 0, -100, total)
+    return aten._log_softmax_backward_data(grad, logs, 1, torch.float32)
+
+
+def picks(logits: Tensor, labels: Tensor) -> Tensor:
+    """The log-probability of each row's label."""
+    return torch.ops.roamc.label_scores(logits.float().log_softmax(-1), labels, [1], False, 3)
+
+
 def drops(x: Tensor, seed: Tensor) -> Tensor:
     """A dropout by a mask that follows from a seed."""
     mask = torch.ops.roamc.counter_mask(seed, list(x.shape), list(x.stride()), 0.5)
@@ -109,6 +120,9 @@ GROUPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "rows": (rows, (on_gpu((2, 50, 50), HALF), on_gpu((50,), HALF), on_gpu((2, 50, 1), HALF))),
     "sums": (sums, (on_gpu((70, 64)), on_gpu((70, 64)))),
     "losses": (losses, (on_gpu(()), on_gpu((30, 10)), on_gpu((30,), INT), on_gpu(()), on_gpu((10,)))),
+    "losses of rows": (losses_of_rows, (on_gpu((30,)), on_gpu((30, 10)), on_gpu((30,), INT), on_gpu(()))),
+    "picks": (picks, (on_gpu((30, 10), HALF), on_gpu((30,), INT))),
+    "picks of long rows": (picks, (on_gpu((3, kernel.LONGEST_ROW + 9), HALF), on_gpu((3,), INT))),
     "long": (lambda x: torch.softmax(x * 2, -1), (on_gpu((3, kernel.LONGEST_ROW + 9)),)),
     "several": (several, (on_gpu((36, 30)), on_gpu((36, 30)))),
     "parts": (parts, (on_gpu((3, kernel.LONGEST_ROW + 9)),)),
@@ -232,7 +246,10 @@ FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
     "a sum of other elements": ("sums", r"tl\.sum\(mul,", "tl.sum(x_1_value,", V.NUMBERS),
     # numbers
     "another number": ("mask", r"\* 2\.0", "* 3.0", V.NUMBERS),
+    "one gradient for all rows": ("losses of rows", r"scale_1 \+ row,", "scale_1 + row * 0,", V.ELEMENTS),
     "another label": ("losses", r"\(column == ", "(column + 1 == ", V.NUMBERS),
+    "the score of another label": ("picks", r"\(column == ", "(column + 1 == ", V.NUMBERS),
+    "another label is left out": ("picks", r"!= 3", "!= 4", V.NUMBERS),
     "the weight of what is ignored": ("losses", r"== -100, 0", "== -1, 0", V.OUTSIDE),
     "another function": ("rows", r"tl\.rsqrt", "tl.sqrt_rn", V.NUMBERS),
     # the result

@@ -293,7 +293,15 @@ def losses() -> list[str]:
             operands = [torch.tensor(2.0), scores, torch.tensor([1, 2, -100, 4, 0, 49]), torch.tensor(5.0)]
             said, text = compare(loss, [*operands, torch.rand(classes)] if weighted else operands)
             wrong += [f"{classes} classes: {said or 'does not print'}"] if said or text is None else []
+        for keepdim in (False, True):
+            said, text = compare(partial(picked, keepdim), [torch.randn(6, classes), operands[2]])
+            wrong += [f"scores of {classes} classes: {said or 'does not print'}"] if said or text is None else []
     return wrong
+
+
+def picked(keepdim: bool, logits: Tensor, labels: Tensor) -> Tensor:
+    """The log-probability of each row's label."""
+    return torch.ops.roamc.label_scores(logits.log_softmax(-1), labels, [1], keepdim, -100)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

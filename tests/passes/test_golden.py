@@ -161,6 +161,21 @@ def of_masks() -> Example:
     return traced(step, wide, phases="F" * 6 + "BBBB"), parse_options({"numerics": "fast", "profile": "h100"})
 
 
+def of_scores() -> Example:
+    """On a GPU, the loss of rows of classes and its gradient; one with weights of classes, which stays."""
+    with FakeTensorMode():
+        rows = torch.empty(8, 50, device="cuda")
+        labels, weights = torch.empty(8, dtype=torch.int64, device="cuda"), torch.empty(50, device="cuda")
+
+    def step(x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        scores = x.log_softmax(-1)
+        loss, count = aten.nll_loss_forward(scores, labels, None, 1, -100)
+        weighted, _ = aten.nll_loss_forward(scores, labels, weights, 1, -100)
+        return aten.nll_loss_backward(loss + weighted, scores, labels, None, 1, -100, count)
+
+    return traced(step, rows, labels, weights), parse_options({"numerics": "fast", "profile": "h100"})
+
+
 def of_products() -> Example:
     """A product of float32 matrices, one with a bias, and one of float64, which stays."""
 
@@ -234,6 +249,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "checkpoint": of_checkpoint,
     "shard": of_shard,
     "masks": of_masks,
+    "scores": of_scores,
     "async_tp": of_async_tp,
     "products": of_products,
     "fuse": of_fuse,

@@ -15,6 +15,7 @@ from roamc.operators.call import Call, rows_of, tensor_at
 from roamc.operators.costs.arguments import channels_last
 from roamc.operators.counter import PIECE, PIECE_BYTES
 from roamc.operators.kernels import piece_elements
+from roamc.operators.scores import BYTES_OF_A_LABEL
 from roamc.units import Bytes
 
 FOURIER: Bytes = 104
@@ -40,6 +41,11 @@ def dropout_piece(call: Call, result: torch.Tensor) -> Bytes:
 def piece_of_a_mask(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``counter_mask`` that gives ``result``, outside of groups."""
     return min(PIECE_BYTES, PIECE_BYTES // PIECE * result.numel())
+
+
+def labels(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of roamc's losses by the scores of labels; ``result`` is not read."""
+    return BYTES_OF_A_LABEL * tensor_at(call, 1).numel()
 
 
 def batch_norm_backward(call: Call, result: torch.Tensor) -> Bytes:

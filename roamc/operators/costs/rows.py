@@ -171,6 +171,8 @@ ROWS: dict[str, Cost] = {
     "kthvalue": Cost("scan", workspace=others.kth_value),
     # By index.
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), Cost("reduction", picks_from=0, read_as={0: plain})),
+    "roamc::label_scores": Cost("reduction", picks_from=0, workspace=others.labels, buffers=others.labels),
+    "roamc::nll_of_scores": Cost("reduction", workspace=others.labels, buffers=others.labels),
     "nll_loss_backward": Cost("scatter", written_into=1),
     **dict.fromkeys(("embedding", "index", "take", "_unsafe_index"), _PICK),
     "gather": Cost("gather", picks_from=0, workspace=others.half_in_float32),

@@ -167,6 +167,12 @@ def _nll_loss_backward(lines: Lines, node: fx.Node, values: Sequence[Value]) -> 
     return lines.let(f"tl.where((column == {{0}}) & ({{0}} != {ignored}), -{{1}}, 0.0)", target, scale)
 
 
+def _label_scores(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """The score of each row's label: the sum of a row in which all others are zero."""
+    ignored = node.args[4]
+    return lines.total(lines.let(f"tl.where((column == {{1}}) & ({{1}} != {ignored}), {{0}}, 0.0)", *values[:2]))
+
+
 def _gelu(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     if argument_of(node.target, node.args, node.kwargs, "approximate") == "tanh":
         inner = lines.let(_GELU_INNER, values[0])
@@ -420,6 +426,7 @@ PRINTED: dict[str, Printed] = {
     "_softmax_backward_data": Printed(_softmax_backward, along=2),
     "_log_softmax_backward_data": Printed(_log_softmax_backward, along=2),
     "nll_loss_backward": Printed(_nll_loss_backward, common="each"),
+    "roamc::label_scores": Printed(_label_scores, along=2, common="each"),
     "roamc::counter_mask": Printed(_counter_mask, exact=True, common="each", booleans=True),
 }
 """Name of an operator without its overload to how it prints. An overload has the row of its stem."""
