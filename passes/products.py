@@ -19,22 +19,16 @@ import torch
 from torch import fx
 
 from roamc.compat_onednn import product_into
-from roamc.cost.count import flops
 from roamc.cost.products import Form, faster_by_onednn, form_of
+from roamc.cost.slow_products import is_large, slow_for_rows, tensors_of_product
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators
 from roamc.graph.ranks import plans_apart
-from roamc.operators.aligned import BY_COPIES, is_aligned
-from roamc.operators.call import tensors_in
+from roamc.operators.aligned import BY_COPIES
 from roamc.operators.onednn import ONEDNN
 from roamc.options import Options
 
 NAME = "products"
-
-HALF = (torch.float16, torch.bfloat16)
-
-LEAST = 1 << 33
-"""FLOPs from which copies of rows that are not aligned are quicker than the product without them."""
 
 MISSING = "the plan has products by oneDNN, which this torch does not offer: torch's own products run in their place"
 """Note on a graph whose decision this torch cannot carry out."""
@@ -65,7 +59,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     """
     if options.numerics != "fast":
         return Decision()
-    aligned = tuple(node.name for node in operators(graph.graph) if _slow_rows(node) and flops(node) >= LEAST)
+    aligned = tuple(node.name for node in operators(graph.graph) if slow_for_rows(node) and is_large(node))
     if not torch.backends.mkldnn.enabled or product_into() is None or plans_apart(graph) is not None:
         return Decision(aligned=aligned)
     forms = {node.name: _form(node) for node in operators(graph.graph) if _fits(node)}
@@ -94,7 +88,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             raise PlanError(f"{name!r} is no product of float32 matrices on a CPU in this graph")
         nodes[name].target = ONEDNN[nodes[name].target]  # type: ignore[index]
     for name in decision.aligned:
-        if name not in nodes or not _slow_rows(nodes[name]):
+        if name not in nodes or not slow_for_rows(nodes[name]):
             raise PlanError(f"{name!r} is no product in 16 bits on a GPU with rows that are not aligned in this graph")
         nodes[name].target = BY_COPIES[nodes[name].target]  # type: ignore[index]
     if decision.onednn and product_into() is None:
@@ -104,24 +98,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 def _fits(node: fx.Node) -> bool:
     """Whether oneDNN can take this call: its operator, no factors, float32 on a CPU, every size above 0."""
-    tensors = _tensors_of(node) if node.target in ONEDNN else []
+    tensors = tensors_of_product(node) if node.target in ONEDNN else []
     return bool(tensors) and all(each.dtype is torch.float32 and each.device.type == "cpu" for each in tensors)
-
-
-def _slow_rows(node: fx.Node) -> bool:
-    """Whether this is a product in 16 bits on a GPU, without factors, and a matrix has rows that are not aligned."""
-    tensors = _tensors_of(node) if node.target in BY_COPIES else []
-    if not tensors or any(each.dtype not in HALF or each.device.type != "cuda" for each in tensors):
-        return False
-    return not all(is_aligned(each) for each in tensors[-3:])
-
-
-def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """What a product without factors reads, then what it gives; nothing where there are factors, or a size of 0."""
-    if node.kwargs or not all(isinstance(value, fx.Node) for value in node.args):
-        return []
-    tensors = [*tensors_in([value.meta["val"] for value in node.args]), node.meta["val"]]  # type: ignore[union-attr]
-    return tensors if all(each.numel() for each in tensors) else []
 
 
 def _form(node: fx.Node) -> Form:

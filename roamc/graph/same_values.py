@@ -146,6 +146,25 @@ def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Numbe
     return number, {0: walk.numbers.of("part", number, 0)}
 
 
+def _padded_product(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
+    """A product with padded rows is ATen's, with rows further apart."""
+    number = walk.called(ATEN[call.target], call.keys, call.state)
+    return number, {0: _further_apart(walk, call, walk.numbers.of("part", number, 0))}
+
+
+def _padded_copy(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
+    """A copy with padded rows of a whole storage has that storage's rows further apart."""
+    (lies,), tensor = walk.numbers.places(call.args[0]), call.args[0].meta["val"]
+    if not lies.whole or lies.geometry != walk.numbers.in_rows(tensor.shape, tensor.dtype):
+        return None
+    return walk.number(call), {0: _further_apart(walk, call, walk.content(lies))}
+
+
+def _further_apart(walk: Walk, call: Call, content: Number) -> Number:
+    result: torch.Tensor = call.node.meta["val"]
+    return walk.numbers.padded(content, int(result.shape[-1]), int(result.stride(-2)))
+
+
 def _products_of_gathered(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     """``all_gather_mm`` is an all-gather, whose number it has, and products of what that gives."""
     (rows, others, *rest, _, biases), _ = call.keys
@@ -209,6 +228,8 @@ ATEN: dict[object, Any] = {
     torch.ops.roamc.onednn_bmm.default: aten.bmm.default,
     torch.ops.roamc.aligned_mm.default: aten.mm.default,
     torch.ops.roamc.aligned_addmm.default: aten.addmm.default,
+    torch.ops.roamc.padded_mm.default: aten.mm.default,
+    torch.ops.roamc.padded_addmm.default: aten.addmm.default,
 }
 """Operator that sums in another order, so that last bits differ, to the operator of ATen that it stands for."""
 
@@ -235,6 +256,9 @@ EQUAL: dict[object, Equal] = {
     aten.clone.default: _cloned,
     aten.nll_loss_forward.default: _loss,
     **dict.fromkeys(ATEN, _by_another_library),
+    torch.ops.roamc.padded_mm.default: _padded_product,
+    torch.ops.roamc.padded_addmm.default: _padded_product,
+    torch.ops.roamc.padded_rows.default: _padded_copy,
     **dict.fromkeys(FINISHED_FORM, _finished_later),
     ALL_GATHER_MM: _products_of_gathered,
     MM_REDUCE_SCATTER: _products_reduced,

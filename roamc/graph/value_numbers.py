@@ -47,6 +47,7 @@ class Numbers:
         self._targets: dict[int, Target] = {}
         self._views: dict[Key, tuple[Place, ...]] = {}
         self._born: dict[Number, Number] = {}
+        self.rows: dict[Number, tuple[Number, int, int]] = {}
 
     def of(self, *key: Any) -> Number:
         """Return the number of the tuple ``key``, a new one if the key is new.
@@ -117,6 +118,38 @@ class Numbers:
         """
         self._born.setdefault(content, geometry)
 
+    def padded(self, content: Number, columns: int, pitch: int) -> Number:
+        """Return the number of the bytes of a storage that has the rows of another one further apart.
+
+        Args:
+            content: number of all bytes of the other storage: rows of ``columns``, one behind the other.
+            columns: elements of a row.
+            pitch: elements from the first of a row to the first of the next.
+        """
+        number = self.of("padded", content, columns, pitch)
+        self.rows[number] = content, columns, pitch
+        return number
+
+    def unpadded(self, content: Number, geometry: Number) -> tuple[Number, Number]:
+        """Return content and geometry that have the same elements in rows that lie one behind the other.
+
+        Args:
+            content: number of all bytes of a storage.
+            geometry: number of a tensor's shape, strides, offset, dtype and lazy bits.
+
+        Returns:
+            Both as they are where rows do not lie apart, or the tensor reaches from one into what is behind it.
+        """
+        if content not in self.rows:
+            return content, geometry
+        inner, columns, pitch = self.rows[content]
+        kind, shape, strides, offset, *bits = self.key(geometry)
+        within = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True) if stride % pitch]
+        if any(stride > pitch for stride in strides if stride % pitch) or offset % pitch + sum(within) >= columns:
+            return content, geometry
+        moved = tuple(stride // pitch * columns if stride % pitch == 0 else stride for stride in strides)
+        return inner, self.of(kind, shape, moved, offset // pitch * columns + offset % pitch, *bits)
+
     def elements(self, content: Number, geometry: Number) -> Number:
         """Return the number of a tensor's elements, the same wherever they lie.
 
@@ -126,6 +159,7 @@ class Numbers:
             content: number of all bytes of the tensor's storage.
             geometry: number of the tensor's shape, strides, offset, dtype and lazy bits.
         """
+        content, geometry = self.unpadded(content, geometry)
         return content if self._born.get(content) == geometry else self.of("elements", content, geometry)
 
     def patched(self, content: Number, part: Place, elements: Number) -> Number:

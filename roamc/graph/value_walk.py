@@ -376,12 +376,13 @@ class Walk:
         if need is Need.SHAPE:
             return ("shape", *[place.shape for place in places])
         if len(places) == 1 and not self._decoded:
-            return ("read", self._content[self._memory(places[0])], places[0].geometry)
+            return ("read", *self.numbers.unpadded(self._content[self._memory(places[0])], places[0].geometry))
         parts: list[Number] = []
         for place in places:
             content = self._content[self._memory(place)]
             keeps, value = self._decoded.get(content, (None, content))
-            parts += (value if keeps in (Need.ELEMENTS, need) else content, place.geometry)
+            value = value if keeps in (Need.ELEMENTS, need) else content
+            parts += self.numbers.unpadded(value, place.geometry)
         return ("read", *parts)
 
     def _other_of(self, node: fx.Node) -> Number:

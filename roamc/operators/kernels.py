@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from roamc.compat import OpOverload
-from roamc.operators import aligned, collectives, counter, onednn, scores, shards, split_collectives
+from roamc.operators import aligned, collectives, counter, onednn, padded, scores, shards, split_collectives
 from roamc.operators.composite import Composite
 from roamc.operators.random import dropout_mask
 
@@ -47,6 +47,7 @@ KERNELS: dict[OpOverload, Kernel] = {
     **{operator: Kernel(function, ANYWHERE) for operator, function in split_collectives.KERNELS.items()},
     **{operator: Kernel(function, CPU_ONLY) for operator, function in onednn.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in aligned.KERNELS.items()},
+    **{operator: Kernel(function, ANYWHERE) for operator, function in padded.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in shards.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in counter.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in scores.KERNELS.items()},

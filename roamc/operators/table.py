@@ -352,6 +352,7 @@ ROWS: dict[str, Row] = {
     "aten::relu": Row(rounds_once=True, nonnegative=True),
     "aten::fill.Tensor": Row(broadcasts=True, rounds_once=True),
     "aten::clone": Row(copies=True),
+    "roamc::padded_rows": Row(rowwise=Rowwise(), copies=True),
     "aten::cat.default": Row(assembly=Assembly()),
     "aten::slice_backward": Row(assembly=Assembly(dim=2, start=3, step=5, sizes=1)),
     # Not written as they are with out=.

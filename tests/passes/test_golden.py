@@ -176,6 +176,20 @@ def of_scores() -> Example:
     return traced(step, rows, labels, weights), parse_options({"numerics": "fast", "profile": "h100"})
 
 
+def of_padding() -> Example:
+    """On a GPU, logits of 50,257 words and their gradient, and a small matrix, which stays."""
+    with FakeTensorMode():
+        rows = torch.empty(4096, 64, dtype=torch.bfloat16, device="cuda")
+        table = torch.empty(50257, 64, dtype=torch.bfloat16, device="cuda")
+        small = torch.empty(8, 7, dtype=torch.bfloat16, device="cuda")
+
+    def step(x: Tensor, table: Tensor, small: Tensor) -> Tensor:
+        logits = (x @ table.t()).view(4, 1024, -1)
+        return (logits * 2).view(4096, -1) @ table + (small @ small.t()).sum()
+
+    return traced(step, rows, table, small), parse_options({"numerics": "fast", "profile": "h100"})
+
+
 def of_products() -> Example:
     """A product of float32 matrices, one with a bias, and one of float64, which stays."""
 
@@ -251,6 +265,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "masks": of_masks,
     "scores": of_scores,
     "async_tp": of_async_tp,
+    "padding": of_padding,
     "products": of_products,
     "fuse": of_fuse,
     "retain": of_retain,

@@ -389,6 +389,7 @@ PRINTED: dict[str, Printed] = {
         for name, sign in _COMPARISONS.items()
     },
     "clone": Printed(_convert, exact=True, keywords=("memory_format",), integers=True, booleans=True),
+    "roamc::padded_rows": Printed(_convert, exact=True, booleans=True, integers=True),
     "cat": Printed(_side_by_side, exact=True, integers=True, booleans=True),
     "slice_backward": Printed(_side_by_side, exact=True),
     "pow": Printed(_power, exact=_rounds_once),

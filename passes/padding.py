@@ -1,0 +1,160 @@
+"""padding: on a GPU, wide matrices get rows that begin at multiples of 128 bytes, which products read and write fast.
+
+    rewrite:  y = aten.mm(a, b)            -->  y = roamc.padded_mm(a, b)       in 16 bits, of 50,257 columns, say
+              x = op(...); z = mm(x, w)    -->  x = op(...); r = roamc.padded_rows(x); z = mm(r, w)
+    checks:   what the decision names is a tensor of its own, in 16 bits on a GPU, with rows that are not aligned; no
+              output of the graph and never written in place; all readers give what they gave, and views stay views;
+              the user allows another order of sums: ``numerics="fast"``
+
+Logits and their gradient are such matrices where the vocabulary is no multiple of 8. A copy joins the kernel that makes
+the gradient, see pass ``fuse``, and costs nothing. What has no padded rows behind this pass, such as a user's output,
+is copied piece by piece by pass ``products``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from roamc.cost.slow_products import is_large, may_be_slow, slow_for_rows
+from roamc.errors import PlanError
+from roamc.graph import TrainGraph, operators, tensors_of
+from roamc.graph.keep import is_kept
+from roamc.graph.memory import fills_storage
+from roamc.graph.rewrite import Writer, derived, mode_of
+from roamc.graph.storage_ids import lie_in, number_result
+from roamc.operators import ops
+from roamc.operators.aligned import ALIGNED, is_aligned
+from roamc.operators.call import tensors_in
+from roamc.operators.gpu.printed import printed
+from roamc.operators.padded import PRODUCTS, padded_like, rows_padded
+from roamc.options import Options
+from roamc.rewriting.versions import up_to_date
+
+NAME = "padding"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision names the tensors that get padded rows.
+
+    Attributes:
+        tensors: names of the operators that make them, in graph order.
+    """
+
+    tensors: tuple[str, ...] = ()
+
+
+def decide(graph: TrainGraph, options: Options) -> Decision:
+    """Find what large products read or write that gets faster with padded rows; ``graph`` stays as it is.
+
+    The decision is empty unless ``options.numerics`` is "fast", and on a CPU. A product's result is padded only where
+    both factors are aligned, or padded as well; another operator's only if a kernel makes it, so that no copy is made.
+    """
+    if options.numerics != "fast":
+        return Decision()
+    slow = [node for node in operators(graph.graph) if slow_for_rows(node) and is_large(node)]
+    fitting: dict[fx.Node, None] = {}
+    for node in sorted({base for product in slow for base in _bases(product)}):
+        if node.target in PRODUCTS:
+            cheap = all(base in fitting for base in _bases(node) if base is not node)
+        else:
+            cheap = printed(node.target) is not None and "fuse" not in options.disable
+        if cheap and _fits(graph, node):
+            fitting[node] = None
+    return Decision(tuple(node.name for node in fitting))
+
+
+def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
+    """Pad the rows of the tensors that the decision names; the FX graph is changed in place.
+
+    Raises:
+        PlanError: a name in the decision is no operator of the graph, or its result cannot have padded rows.
+    """
+    nodes = {node.name: node for node in operators(graph.graph)}
+    mode = mode_of(graph.graph)
+    phase = dict(graph.phase)
+    for name in decision.tensors:
+        if mode is None or name not in nodes or not _fits(graph, nodes[name]):
+            raise PlanError(f"{name!r} is no tensor in 16 bits on a GPU whose rows can be padded in this graph")
+        node = nodes[name]
+        if node.target in PRODUCTS:
+            node.target = PRODUCTS[node.target]
+        else:
+            writer = Writer(graph.graph, mode, phase[name])
+            writer.like = node
+            with graph.graph.inserting_before(node.next):
+                copy = writer.call(rows_padded, node)
+            node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)  # type: ignore[misc]
+            phase |= writer.phase
+            node = copy
+        for each in (node, *_views(node)):
+            each.meta["val"] = derived(each, mode)
+            number_result(each)
+    return up_to_date(graph, phase) if decision.tensors else graph
+
+
+def _bases(product: fx.Node) -> list[fx.Node]:
+    """What makes the matrices of a product, it included, that have rows which are not aligned."""
+    matrices = [value for value in (*product.args[-2:], product) if isinstance(value, fx.Node)]
+    return [_base(value) for value in matrices if not is_aligned(value.meta["val"])]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, through any number of views; itself if it is none."""
+    while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _views(base: fx.Node) -> list[fx.Node]:
+    """The views of a node, and views of these, in graph order."""
+    mine = [user for user in base.users if ops.is_view(user.target)]
+    return sorted({*mine, *(view for node in mine for view in _views(node))})
+
+
+def _fits(graph: TrainGraph, node: fx.Node) -> bool:
+    """Whether the result of ``node`` may have padded rows: nobody sees them but views and operators that stay the same.
+
+    The result is a tensor of its own, as plain as can be, and no output.
+    """
+    value, mode = node.meta.get("val"), mode_of(graph.graph)
+    if not isinstance(value, torch.Tensor) or node.op != "call_function" or ops.is_view(node.target) or is_kept(node):
+        return False
+    plain = value.dim() > 1 and value.is_contiguous() and fills_storage(value) and bool(value.numel())
+    if not plain or not may_be_slow(value) or value.shape[-1] * value.itemsize % ALIGNED == 0:
+        return False
+    assert mode is not None, "a graph with a tensor has a fake mode"
+    with mode:
+        values: dict[fx.Node, torch.Tensor] = {node: padded_like(value, value.shape)}
+        return all(_stays(reader, values) for reader in _behind(node))
+
+
+def _behind(node: fx.Node) -> list[fx.Node]:
+    """What reads a node or views of it, the views included, in graph order."""
+    return sorted({user for base in (node, *_views(node)) for user in base.users})
+
+
+def _stays(reader: fx.Node, values: dict[fx.Node, torch.Tensor]) -> bool:
+    """Whether an operator gives what it gave with other memory for what ``values`` has; of a view its value is noted.
+
+    A view has to be one still, and everything else has to lie as it lay.
+    """
+    rule = ops.rule(reader.target) if reader.op == "call_function" else None
+    if rule is None or rule.mutates or rule.may_draw or rule.collective:
+        return False
+
+    def value(node: fx.Node) -> object:
+        return values.get(node, node.meta["val"])
+
+    try:
+        result = reader.target(*fx.map_arg(reader.args, value), **fx.map_arg(reader.kwargs, value))  # type: ignore[operator]
+    except (RuntimeError, ValueError):  # no view of such memory
+        return False
+    if ops.is_view(reader.target):
+        values[reader] = result
+        return isinstance(result, torch.Tensor) and lie_in(values[reader.all_input_nodes[0]], [result])
+    after = [(tensor.shape, tensor.stride()) for tensor in tensors_in(result)]
+    return after == [(tensor.shape, tensor.stride()) for _, tensor in tensors_of(reader)]
