@@ -14,6 +14,7 @@ is copied piece by piece by pass ``products``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -146,7 +147,7 @@ def _stays(reader: fx.Node, values: dict[fx.Node, torch.Tensor]) -> bool:
     if rule is None or rule.mutates or rule.may_draw or rule.collective:
         return False
 
-    def value(node: fx.Node) -> object:
+    def value(node: fx.Node) -> Any:
         return values.get(node, node.meta["val"])
 
     try:

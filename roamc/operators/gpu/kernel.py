@@ -46,6 +46,9 @@ PIECE = 4096
 BLOCK = 1024
 """Elements of one program of a group without sums."""
 
+TOGETHER_IN_A_LOAD = 16
+"""Elements that a thread loads at once, at most: 16 bytes."""
+
 NUMBER = "fp64"
 """Triton's name for the type of a number that a kernel is passed: ATen inverts a divisor before it rounds it."""
 
@@ -402,10 +405,9 @@ class _Kernel:
         once = [value for value in available if value.reach in (Reach.ROW, Reach.ONE) and value.level == level]
         lines = [_assigned(value, self._mask(value)) for value in once]
         lines += [f"{v.name} = tl.full((ROWS, COLUMNS), {REDUCED[v.reduced].start}, tl.float32)" for v in sums]
-        if roots:
-            lines += [f"for start in range(0, {self.frame.columns}, COLUMNS):"]
-            inner = [f"column = start + tl.arange(0, COLUMNS)[None, :]{self.wide}"]
-            inner += [f"inside = (row < {self.frame.rows}) & (column < {self.frame.columns})"]
+        for begin, end, inside in self._loops() if roots else ():
+            lines += [f"for start in range({begin}, {end}, COLUMNS):"]
+            inner = [f"column = start + tl.arange(0, COLUMNS)[None, :]{self.wide}", f"inside = {inside}"]
             looped = [v for v in available if v in needed and v.reach in (Reach.ALL, Reach.COLUMN)]
             for value in looped:
                 inner.append(_assigned(value, self._mask(value)))
@@ -415,6 +417,19 @@ class _Kernel:
             lines += [f"    {line}" for line in inner]
         lines += [f"{v.name} = {REDUCED[v.reduced].function}({v.name}, 1, keep_dims=True)" for v in sums]
         return lines
+
+    def _loops(self) -> list[tuple[str, str, str]]:
+        """First and last column of each loop over the pieces of rows, and which elements are inside.
+
+        Loads and stores under a mask along columns that does not end at a multiple of :data:`TOGETHER_IN_A_LOAD` go
+        element by element, so that whole pieces have a loop without one.
+        """
+        rows, columns = f"row < {self.frame.rows}", self.frame.columns
+        masked = f"({rows}) & (column < {columns})"
+        if columns % TOGETHER_IN_A_LOAD == 0:
+            return [("0", f"{columns}", masked)]
+        whole = f"{columns} // COLUMNS * COLUMNS"
+        return [("0", whole, rows), (whole, f"{columns}", masked)]
 
     def _reduction(self, value: Value) -> str:
         how, of = REDUCED[value.reduced], value.reads[0].name
