@@ -127,7 +127,8 @@ def resident(script: str, *arguments: str, threads: int) -> Iterator[Callable[[s
             raise RuntimeError(f"{' '.join(command[1:])} failed:\n{log.read()[-3000:]}")
 
         def ask(asked: str) -> Any:
-            print(asked, file=question, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # of a process that has ended: its log says why
+                print(asked, file=question, flush=True)
             return answer()
 
         answer()

@@ -218,15 +218,21 @@ def ready_and_timed(
             except RuntimeError as error:
                 rows[name] = {"failed": str(error)[-2000:]}
         with alone(True):
-            return rows, _rounds(asks, rounds)
+            times, failed = _rounds(asks, rounds)
+        return {**rows, **failed}, times
 
 
-def _rounds(asks: dict[str, Callable[[str], Any]], rounds: int) -> dict[str, list[float]]:
+def _rounds(asks: dict[str, Callable[[str], Any]], rounds: int) -> tuple[dict[str, list[float]], dict[str, Row]]:
+    """Seconds of each program in each round; and those that ended before the last round, and why."""
     times: dict[str, list[float]] = {row: [] for row in asks}
+    failed: dict[str, Row] = {}
     for number in range(rounds):
-        for row in in_turn(asks, number):
-            times[row].append(asks[row]("seconds"))
-    return times
+        for row in in_turn([row for row in asks if row not in failed], number):
+            try:
+                times[row].append(asks[row]("seconds"))
+            except RuntimeError as error:
+                failed[row] = {"failed": str(error)[-2000:]}
+    return {row: seconds for row, seconds in times.items() if row not in failed}, failed
 
 
 def line(row: Row) -> str:

@@ -50,6 +50,6 @@ def layer(rows: Rows) -> list[str]:
 def _layer_row(row: dict[str, Any]) -> Cells:
     four = row["four"]
     planned = [megabytes(four["needed"]), four["reruns"]] if "needed" in four else ["–", "–"]
-    added = f"{row['added']:+.1%}" if row["row"] != "t" else "–"
+    added = f"{row['added']:+.1%}" if row["row"] != "t" and "added" in row else "–"
     held = f"{row['held_of_sbh']:.2f} ({row['formula']:.2f})" if row["way"] == "eager" else "–"  # arenas hold more
     return [row["row"], row["way"], held, f"{row['ms']:.2f}", added, megabytes(four["measured"]), *planned]

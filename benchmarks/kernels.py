@@ -4,10 +4,10 @@
 
 Models of roamc's zoo, and those of benchmarks/models.py at their small sizes, in bfloat16 with numerics="fast",
 captured for a GPU on fake tensors. Kernels are those of the whole step with AdamW. Launches are counted for
-forward and backward, before and behind passes masks and fuse, beside what Inductor's scheduler makes of the same graph,
-and for the whole step with AdamW. Bytes that a kernel moves follow from its text: each operand once for every line that
-loads it, each result once, partial sums twice; least are all that it needs and makes, once. Registers, shared memory
-and spilled bytes are what the assemblers say for A100, H100 and MI300.
+forward and backward, before and behind passes masks, scores, padding and fuse, beside what Inductor's scheduler makes
+of the same graph, and for the whole step with AdamW. Bytes that a kernel moves follow from its text: each operand once
+for every line that loads it, each result once, partial sums twice; least are all that it needs and makes, once.
+Registers, shared memory and spilled bytes are what the assemblers say for A100, H100 and MI300.
 
 benchmarks/gpu_kernels.py times kernels.
 """
@@ -39,7 +39,7 @@ from roamc.operators.gpu.multi_tensor import MultiTensorKernel
 from roamc.operators.gpu.operands import is_number
 from roamc.operators.gpu.shifts import columns_before, moves_columns
 from roamc.options import Options
-from roamc.passes import fuse, masks, normalize
+from roamc.passes import fuse, masks, normalize, padding, scores
 from roamc.units import Bytes
 
 HALF = {"dtype": "bfloat16"}
@@ -51,6 +51,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name to the model of the zoo and its settings."""
 
 FAST = Options(numerics="fast")
+
+REST_OF_ROWS = r"    for start in range\(\d+ // COLUMNS.*\n(?:        .*\n)*"
+"""The loop over what is left of rows behind whole pieces, which have a loop of their own."""
 
 
 def worker(name: str) -> dict[str, Any]:
@@ -96,8 +99,9 @@ def _workload(name: str) -> Workload:
 
 def grouped(graph: TrainGraph) -> TrainGraph:
     """The same with kernels."""
-    graph = masks.apply(graph, masks.decide(graph, FAST))
-    return fuse.apply(graph, fuse.decide(graph, FAST))
+    for each in (masks, scores, padding, fuse):
+        graph = each.apply(graph, each.decide(graph, FAST))
+    return graph
 
 
 def kernels_of(graph: TrainGraph) -> dict[str, list[FusedKernel]]:
@@ -154,7 +158,8 @@ def _loads(group: FusedKernel) -> dict[fx.Node, int]:
     head = re.search(rf"def {form.text.function}\(([^)]*)\)", form.text.source)
     assert head is not None, f"{form.text.function} has no head"
     names = head[1].split(", ")[: len(placeholders(form.body))]
-    counts = [len(re.findall(rf"tl\.load\({name}\b", form.text.source)) for name in names]
+    once = re.sub(REST_OF_ROWS, "", form.text.source)
+    counts = [len(re.findall(rf"tl\.load\({name}\b", once)) for name in names]
     if moves_columns(group.nodes):
         counts = [min(count, 1) for count in counts]
     parts = [part.arguments for part in group.parts] if isinstance(group, MultiTensorKernel) else [range(len(inputs))]
