@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from roamc.compat_dtensor import part_of
+from roamc.compat_modules import modules_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Sharding:
 def _sharded_modules(model: nn.Module) -> list[Any]:
     """The modules in ``model``, from the outside in, that ``fully_shard`` was called with."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it is not imported, nobody has used it
-    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    return [] if fsdp is None else [module for module in modules_of(model) if isinstance(module, fsdp.FSDPModule)]
 
 
 def is_wrapped(module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ FLOOR = tuple(
             "compat_fsdp",
             "compat_groups",
             "compat_hooks",
+            "compat_modules",
             "compat_onednn",
             "compat_operators",
             "decode",

@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from roamc.compat_fsdp import is_wrapped
+from roamc.compat_modules import modules_of
 from roamc.errors import CaptureError
 from roamc.graph.ranks import first_difference
 from roamc.graph.rewrite import Writer
@@ -111,7 +112,7 @@ def check_around(model: nn.Module) -> None:
     Raises:
         CaptureError: names the setting.
     """
-    for module in model.modules():
+    for module in modules_of(model):
         if isinstance(module, DistributedDataParallel):
             check_settings(module)
 

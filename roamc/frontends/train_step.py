@@ -26,6 +26,7 @@ from roamc.capture.shared import check_shared, check_state, sharing
 from roamc.capture.step import CapturedStep, Cohort, Source, capture_step, optimizer_key
 from roamc.capture.step_trace import LossFunction, StepRequest
 from roamc.compat_fsdp import take_apart as take_parameters_apart
+from roamc.compat_modules import buffers_of, modules_of, parameters_of
 from roamc.errors import CaptureError, RoamcError, VerifyError
 from roamc.frontends import optimizer_hooks
 from roamc.frontends.arguments import (
@@ -280,8 +281,8 @@ class TrainStep:
         )
 
     def _key(self, leaves: Sequence[Any], nest: Nest) -> tuple[object, ...]:
-        modules, parameters = tuple(self.model.modules()), tuple(self.model.parameters())
-        buffers = tuple(self.model.buffers())
+        modules = modules_of(self.model)
+        parameters, buffers = parameters_of(modules), buffers_of(modules)
         geometries = tuple(map(geometry, (*parameters, *buffers)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return (
