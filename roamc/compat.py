@@ -73,7 +73,9 @@ class CaptureMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Return the results of operator ``func`` for fakes; arguments are those of ``FakeTensorMode.dispatch``.
 
-        An in-place operator gets fakes in the place of real tensors.
+        An in-place operator gets fakes in the place of real tensors. The tangent of a view has a storage as large as
+        the view's base. torch's cache of fakes would give it one of the view's own size, which forward differentiation
+        refuses, so it bypasses the cache.
 
         Raises:
             CaptureError: it is handed the memory of a tensor in ``held``, or writes to that of one in ``watched``.
@@ -94,6 +96,9 @@ class CaptureMode(FakeTensorMode):
         if isinstance(func, OpOverload) and func._schema.is_mutable and any(real):
             faked = [self.from_tensor(x, static_shapes=True) if r else x for x, r in zip(leaves, real, strict=True)]
             args, kwargs = unflatten(faked, spec)
+        if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:
+            with mock.patch.object(self, "cache_enabled", False):
+                return super().dispatch(func, types, args, kwargs)
         return super().dispatch(func, types, args, kwargs)
 
     def _check_read(self, tensors: Sequence[torch.Tensor], writes: bool) -> None:
