@@ -140,13 +140,16 @@ class Plan:
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """Return the lines of the plan as it is shown: (label, value with its unit, remark), each as text."""
         one = ", one micro-batch" if self.in_flight > 1 else ""
+        bound = ("unknown", "pass reorder was left out")
+        if "reorder" in self.decisions:
+            bound = (format_bytes(self.bound_bytes), "on live bytes, for any order")
         share = _against(self.peak_bytes, self.baseline_bytes, f"of eager's{one}")
         return (
             ("peak", format_bytes(self.peak_bytes), share),
             *self._workspace_rows(),
             *self._budget_rows(),
             ("eager's peak", format_bytes(self.baseline_bytes), f"same graph, program order{one}"),
-            ("lower bound", format_bytes(self.bound_bytes), "on live bytes, for any order"),
+            ("lower bound", *bound),
             ("arena", format_bytes(self.arena_bytes), f"fragmentation {self.fragmentation:.3%}"),
             ("fixed", format_bytes(sum(self.fixed_bytes.values())), format_parts(self.fixed_bytes)),
             ("status", self.status, ""),

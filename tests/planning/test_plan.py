@@ -345,6 +345,7 @@ def test_plan_without_reorder_keeps_program_order_and_is_taken_again(route: str)
     options = Options(memory_budget="min", disable=("reorder",))
     free, original = (search.run(copied(graph), each) for each in (Options(disable=("reorder",)), options))
     assert original.plan.decisions["retain"]["reruns"]
+    assert ("lower bound", "unknown", "pass reorder was left out") in original.plan.rows()
     order = [op.node.name for op in build_memory(original.graph).operators]
     kept = [op.node.name for op in build_memory(free.graph).operators if op.node.name in order]
     assert [name for name in order if name in kept] == kept
