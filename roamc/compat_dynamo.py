@@ -105,12 +105,18 @@ def eager_is_asked_for() -> bool:
 
 
 def graph_break(gm: fx.GraphModule) -> str | None:
-    """Return where a graph break ended ``gm``, as ``file.py:line (reason)``; None if it ends with the function."""
+    """Return where a graph break ended ``gm``, as ``file.py:line (reason)``; None if it ends with the function.
+
+    The line is the innermost outside torch. If torch's own code breaks the graph, its line is behind the reason.
+    """
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    frames = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reason.user_stack]
-    return f"{frames[-1] if frames else 'unknown line'} ({reason.reason.splitlines()[0]})"
+    frames = list(reason.user_stack)
+    lines = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in frames] or ["unknown line"]
+    users = [line for line, frame in zip(lines, frames, strict=False) if not frame.filename.startswith(_TRANSPARENT[0])]
+    what, line = reason.reason.splitlines()[0].rstrip("."), users[-1] if users else lines[-1]
+    return f"{line} ({what})" if line == lines[-1] else f"{line} ({what}, at torch's {lines[-1]})"
 
 
 def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:

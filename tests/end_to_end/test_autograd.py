@@ -526,6 +526,21 @@ def test_budget_of_a_model_in_pieces_is_not_that_of_the_model() -> None:
         square(model, noise(4, 8)).backward()
 
 
+def test_a_graph_break_inside_torch_is_named_with_the_line_that_calls_it() -> None:
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.norm = nn.BatchNorm1d(8, momentum=None)  # reads the number of batches so far
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(self.first(x)))
+
+    line = r"splits the model at test_autograd\.py:\d+ \(.*, at torch's batchnorm\.py:\d+\)\. Change"
+    with pytest.warns(UserWarning, match=line):
+        square(roamc.optimize(Averaged(), memory_budget="200%"), noise(4, 8)).backward()
+
+
 def test_pieces_of_a_function_have_its_name() -> None:
     def function(x: Tensor) -> Tensor:
         y = x.sin() * 2
