@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.cost.slow_products import is_large, may_be_slow, slow_for_rows
+from roamc.cost.slow_products import is_large, may_be_slow, slow_for_rows, tensors_of_product
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.graph.keep import is_kept
@@ -30,7 +30,7 @@ from roamc.operators import ops
 from roamc.operators.aligned import ALIGNED, is_aligned
 from roamc.operators.call import tensors_in
 from roamc.operators.gpu.printed import printed
-from roamc.operators.padded import PRODUCTS, padded_like, rows_padded
+from roamc.operators.padded import PRODUCTS, padded_like, pitch_of, rows_padded
 from roamc.options import Options
 from roamc.rewriting.versions import up_to_date
 
@@ -127,10 +127,12 @@ def _fits(graph: TrainGraph, node: fx.Node) -> bool:
     plain = value.dim() > 1 and value.is_contiguous() and fills_storage(value) and bool(value.numel())
     if not plain or not may_be_slow(value) or value.shape[-1] * value.itemsize % ALIGNED == 0:
         return False
+    if node.target in PRODUCTS and not tensors_of_product(node):  # it has factors
+        return False
     assert mode is not None, "a graph with a tensor has a fake mode"
     with mode:
         values: dict[fx.Node, torch.Tensor] = {node: padded_like(value, value.shape)}
-        return all(_stays(reader, values) for reader in _behind(node))
+        return all(_stays(reader, values, value) for reader in _behind(node))
 
 
 def _behind(node: fx.Node) -> list[fx.Node]:
@@ -138,10 +140,10 @@ def _behind(node: fx.Node) -> list[fx.Node]:
     return sorted({user for base in (node, *_views(node)) for user in base.users})
 
 
-def _stays(reader: fx.Node, values: dict[fx.Node, torch.Tensor]) -> bool:
+def _stays(reader: fx.Node, values: dict[fx.Node, torch.Tensor], rows: torch.Tensor) -> bool:
     """Whether an operator gives what it gave with other memory for what ``values`` has; of a view its value is noted.
 
-    A view has to be one still, and everything else has to lie as it lay.
+    A view has to be one still, of the same elements of ``rows``, and everything else has to lie as it lay.
     """
     rule = ops.rule(reader.target) if reader.op == "call_function" else None
     if rule is None or rule.mutates or rule.may_draw or rule.collective:
@@ -156,6 +158,19 @@ def _stays(reader: fx.Node, values: dict[fx.Node, torch.Tensor]) -> bool:
         return False
     if ops.is_view(reader.target):
         values[reader] = result
-        return isinstance(result, torch.Tensor) and lie_in(values[reader.all_input_nodes[0]], [result])
+        is_one = isinstance(result, torch.Tensor) and lie_in(values[reader.all_input_nodes[0]], [result])
+        return is_one and _has_same_elements(result, reader.meta["val"], rows)
     after = [(tensor.shape, tensor.stride()) for tensor in tensors_in(result)]
     return after == [(tensor.shape, tensor.stride()) for _, tensor in tensors_of(reader)]
+
+
+def _has_same_elements(view: torch.Tensor, before: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether a view of padded rows has the elements that it had of ``rows``, none of them from behind a row."""
+    columns, pitch = rows.shape[-1], pitch_of(rows.shape[-1], rows.itemsize)
+    row, column = divmod(int(view.storage_offset()), pitch)
+    steps = [divmod(int(stride), pitch) for stride in view.stride()]
+    last = column + sum((size - 1) * near for size, (_, near) in zip(view.shape, steps, strict=True))
+    apart = all(not near or not far for far, near in steps)  # no step to another row and another column
+    strides = tuple(far * columns + near for far, near in steps)
+    lies = (strides, row * columns + column, view.itemsize)
+    return apart and last < columns and lies == (before.stride(), before.storage_offset(), rows.itemsize)

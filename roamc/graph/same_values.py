@@ -125,7 +125,7 @@ def _copied(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     (lies,) = walk.numbers.places(source)
     key = "expanded", lies.geometry, tuple(target.shape)
     (expanded,) = walk.numbers.lies(key, value, lambda: aten.expand.default(value, list(target.shape)))
-    content = walk.numbers.of("copied", walk.content(lies), expanded.geometry)
+    content = walk.numbers.of("copied", *walk.numbers.unpadded(walk.content(lies), expanded.geometry))
     (result,) = walk.numbers.places(call.node)
     if result.whole and call.node.target is call.target:  # as if it were written over all that was there
         content = walk.numbers.patched(content, result, walk.uncopied(content))
@@ -133,11 +133,11 @@ def _copied(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
 
 
 def _cloned(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """A copy of a whole storage with the same geometry has the same content."""
+    """A copy of a whole storage, or of all rows that lie apart in one, has its content if it lies as that did."""
     (lies,), (result,) = walk.numbers.places(call.args[0]), walk.numbers.places(call.node)
-    if not lies.whole or lies.geometry != result.geometry:
-        return None
-    return walk.number(call), {0: walk.content(lies)}
+    content, geometry = walk.numbers.unpadded(walk.content(lies), lies.geometry)
+    whole = lies.whole or walk.numbers.has_all_rows(walk.content(lies), lies.geometry)
+    return (walk.number(call), {0: content}) if whole and geometry == result.geometry else None
 
 
 def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
@@ -155,14 +155,14 @@ def _padded_product(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] 
 def _padded_copy(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     """A copy with padded rows of a whole storage has that storage's rows further apart."""
     (lies,), tensor = walk.numbers.places(call.args[0]), call.args[0].meta["val"]
-    if not lies.whole or lies.geometry != walk.numbers.in_rows(tensor.shape, tensor.dtype):
+    if tensor.dim() < 2 or not lies.whole or lies.geometry != walk.numbers.in_rows(tensor.shape, tensor.dtype):
         return None
     return walk.number(call), {0: _further_apart(walk, call, walk.content(lies))}
 
 
 def _further_apart(walk: Walk, call: Call, content: Number) -> Number:
     result: torch.Tensor = call.node.meta["val"]
-    return walk.numbers.padded(content, int(result.shape[-1]), int(result.stride(-2)))
+    return walk.numbers.padded(content, walk.numbers.in_rows(result.shape, result.dtype), int(result.stride(-2)))
 
 
 def _products_of_gathered(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:

@@ -65,6 +65,7 @@ WORDS = {
     "copied": "what {} has copied",
     "scattered": "what {} has written to a part",
     "elements": "what lies in a tensor",
+    "padded": "the result of {} with rows further apart",
     "handed": "what another forward may have written since",
     "after": "a generator that {} has drawn from",
     "saved": "the generator's state that {} keeps",
@@ -95,7 +96,7 @@ def _is_same_call(numbers: Numbers, old: Number, new: Number) -> bool:
 
 
 NUMBERED = {
-    **dict.fromkeys(("part", "written", "handed", "after", "saved", "scattered", "elements", "copied"), (1,)),
+    **dict.fromkeys(("part", "written", "handed", "after", "saved", "scattered", "elements", "padded", "copied"), (1,)),
     "call": (4,),
     "filled": (2,),
     "patched": (1, 3),

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from roamc.compat import OpOverload, fake_mode_of
-from roamc.graph.memory import fills_storage
+from roamc.graph.memory import fills_storage, is_dense
 from roamc.graph.storage_ids import STORAGES, StorageId, lie_in, placed
 from roamc.graph.update_judge import Updates
 from roamc.operators import ops
@@ -47,7 +47,7 @@ class Numbers:
         self._targets: dict[int, Target] = {}
         self._views: dict[Key, tuple[Place, ...]] = {}
         self._born: dict[Number, Number] = {}
-        self.rows: dict[Number, tuple[Number, int, int]] = {}
+        self._apart: dict[Number, tuple[Number, Number, int]] = {}
 
     def of(self, *key: Any) -> Number:
         """Return the number of the tuple ``key``, a new one if the key is new.
@@ -118,17 +118,25 @@ class Numbers:
         """
         self._born.setdefault(content, geometry)
 
-    def padded(self, content: Number, columns: int, pitch: int) -> Number:
+    def padded(self, content: Number, geometry: Number, pitch: int) -> Number:
         """Return the number of the bytes of a storage that has the rows of another one further apart.
 
         Args:
-            content: number of all bytes of the other storage: rows of ``columns``, one behind the other.
-            columns: elements of a row.
+            content: number of all bytes of the other storage.
+            geometry: number of the tensor that fills the other storage, see :meth:`in_rows`.
             pitch: elements from the first of a row to the first of the next.
         """
-        number = self.of("padded", content, columns, pitch)
-        self.rows[number] = content, columns, pitch
+        number = self.of("padded", content, geometry, pitch)
+        self._apart[number] = content, geometry, pitch
         return number
+
+    def has_all_rows(self, content: Number, geometry: Number) -> bool:
+        """Whether a tensor has each element of all rows of a storage once; arguments as for :meth:`unpadded`."""
+        moved, lies = self.unpadded(content, geometry)
+        if moved == content:
+            return False
+        (_, shape, strides, *_), (_, whole, *_) = self.key(lies), self.key(self._apart[content][1])
+        return math.prod(shape) == math.prod(whole) and is_dense(torch.empty_strided(shape, strides, device="meta"))
 
     def unpadded(self, content: Number, geometry: Number) -> tuple[Number, Number]:
         """Return content and geometry that have the same elements in rows that lie one behind the other.
@@ -138,12 +146,16 @@ class Numbers:
             geometry: number of a tensor's shape, strides, offset, dtype and lazy bits.
 
         Returns:
-            Both as they are where rows do not lie apart, or the tensor reaches from one into what is behind it.
+            Both as they are where rows do not lie apart, or the tensor reaches from one into what is behind it, or has
+            elements of another size than they.
         """
-        if content not in self.rows:
+        if content not in self._apart:
             return content, geometry
-        inner, columns, pitch = self.rows[content]
+        inner, rows, pitch = self._apart[content]
+        _, (*_, columns), _, _, dtype, *_ = self.key(rows)
         kind, shape, strides, offset, *bits = self.key(geometry)
+        if bits[0].itemsize != dtype.itemsize:
+            return content, geometry
         within = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True) if stride % pitch]
         if any(stride > pitch for stride in strides if stride % pitch) or offset % pitch + sum(within) >= columns:
             return content, geometry

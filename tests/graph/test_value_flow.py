@@ -529,3 +529,13 @@ class Turned(nn.Module):
 def test_conjugates_of_numbers_are_values_of_their_own(budget: str | None) -> None:
     torch.manual_seed(0)
     assert_steps_equal(Turned(), square, sgd, [(noise(6, 8),)] * 2, memory_budget=budget)
+
+
+def test_rows_that_lie_apart_are_told_from_bytes_of_them() -> None:
+    numbers = Numbers()
+    rows = numbers.in_rows((8, 50), torch.bfloat16)
+    apart = numbers.padded(numbers.of("rows"), rows, 64)
+    for dtype, same in ((torch.bfloat16, True), (torch.int16, True), (torch.int8, False)):
+        lies = numbers.of("place", (8, 10), (64, 1), 64, dtype, False, False)
+        moved = numbers.of("rows"), numbers.of("place", (8, 10), (50, 1), 50, dtype, False, False)
+        assert numbers.unpadded(apart, lies) == (moved if same else (apart, lies))

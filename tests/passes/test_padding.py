@@ -148,7 +148,33 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[str, ...]]]
     "not made by a kernel": (lambda x, w: x.cumsum(0) @ w, (WIDE, TABLE), ()),
     "given": (lambda x, w: x @ w, (WIDE, TABLE), ()),
     "both": (lambda x, w: ((x @ w.t()).relu() @ w).sum(), (ROWS, TABLE), ("mm", "relu")),
+    "copied": (lambda x, w: aten.clone(x @ w.t()), (ROWS, TABLE), ("mm",)),
+    "copied and turned": (lambda x, w: aten.clone((x @ w.t()).t()), (ROWS, TABLE), ("mm",)),
+    "rows of it copied": (lambda x, w: aten.clone((x @ w.t()).narrow(0, 0, 8)), (ROWS, TABLE), ("mm",)),
+    "copied as something else lies": (
+        lambda x, w: aten.copy(w.new_empty(50257, 8192).t(), x @ w.t()),
+        (ROWS, TABLE),
+        ("mm",),
+    ),
+    "with factors": (lambda x, w: torch.addmm(x.narrow(1, 0, 1), x, w.t(), beta=0.5) @ w, (ROWS, TABLE), ()),
 }
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of strides that it says itself": lambda y: aten.as_strided(y, [8192, 50250], [50257, 1], 0),
+    "from one row into the next": lambda y: aten.as_strided(y, [4, 60000], [100000, 1], 0),
+    "of a diagonal": lambda y: y.diagonal(),
+    "of bytes": lambda y: y.view(torch.int8).narrow(1, 60000, 10000),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_is_viewed_other_than_by_rows_has_no_padded_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = traced(lambda x, w: VIEWS[name](x @ w.t()).relu(), ROWS, TABLE)
+    assert padding.decide(graph, FAST) == Decision()
+    monkeypatch.setattr(padding, "_has_same_elements", lambda *_: True)
+    before = value_flow.read(graph, Numbers())
+    with pytest.raises(VerifyError, match="the result of mm with rows further apart"):
+        value_flow.check(padding.apply(graph, Decision(("mm",))), before, "padding", fast=True)
 
 
 @pytest.mark.parametrize("name", CASES)
