@@ -118,10 +118,16 @@ def describe(leaf: Any) -> object:
         For a tensor, its :func:`geometry`; for another value, the name of its class and the value itself.
 
     Raises:
-        CaptureError: the value cannot be compared with that of the next step, or :func:`geometry` refuses the tensor.
+        CaptureError: the value cannot be compared with that of the next step, is an iterator, or :func:`geometry`
+            refuses the tensor.
     """
     if isinstance(leaf, torch.Tensor):
         return geometry(leaf)
+    if python_keys.is_iterator(leaf):
+        raise CaptureError(
+            f"a batch may not hold a {type(leaf).__name__}, an iterator, which advances only while the step is traced: "
+            "every later step would compute with the same values; pass the values, such as step(*next(batches))"
+        )
     attributes = () if isinstance(leaf, nn.Module) else getattr(leaf, "__dict__", {}).values()
     if type(leaf).__hash__ is None or any(isinstance(value, torch.Tensor) for value in attributes):
         raise CaptureError(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import io
+import itertools
 import sys
 import types
 from collections import deque
@@ -133,6 +135,27 @@ def of_function(function: object, *, inside: bool = True) -> tuple[object, dict[
     return _called(function, seen, inside=inside), _read_of_objects(seen)
 
 
+def iterators_of(function: object) -> Iterator[object]:
+    """Return the iterators that a function names, such as that of a data loader, or that a functools.partial holds.
+
+    Files and ``itertools.count`` do not count: what a function writes or numbers is no part of a step.
+    """
+    values: list[object] = []
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    if isinstance(function, functools.partial):
+        yield from iterators_of(function.func)
+        values = [*function.args, *function.keywords.values()]
+    if isinstance(function, types.FunctionType):
+        values = [value for _, value in _variables(function)]
+    yield from (value for value in values if is_iterator(value))
+
+
+def is_iterator(value: object) -> bool:
+    """Whether ``value`` gives other values at every use; files and ``itertools.count`` do not count."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase | itertools.count)
+
+
 def of_identity(value: object) -> object:
     """Return a key of which object ``value`` is; all tensors of a trace count as one, as each trace makes new ones."""
     return "traced" if isinstance(value, compat.FakeTensor) else Same(value)
@@ -238,11 +261,16 @@ def _function(value: Any, seen: Seen, *, inside: bool = True) -> object:
         return Same(value)
     seen.functions.add(id(value))
     seen.names.update(dict.fromkeys(_attributes(value.__code__)))
-    named = [(name, value.__globals__.get(name, ABSENT)) for name in _names(value.__code__)]
-    named += zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
-    named += [("", default) for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())]
-    variables = [(name, item) for name, item in named if isinstance(item, NAMED) or seen.note(item)]
+    variables = [(name, item) for name, item in _variables(value) if isinstance(item, NAMED) or seen.note(item)]
     return Same(value), tuple((name, _named(item, seen, inside=inside)) for name, item in variables)
+
+
+def _variables(function: types.FunctionType) -> list[tuple[str, object]]:
+    """Return the global variables and closure contents that a function names, and its defaults, whose name is ""."""
+    named = [(name, function.__globals__.get(name, ABSENT)) for name in _names(function.__code__)]
+    named += zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
+    named += [("", default) for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())]
+    return named
 
 
 def _partial(value: functools.partial[Any], seen: Seen, *, inside: bool) -> object:

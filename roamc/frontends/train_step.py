@@ -32,6 +32,7 @@ from roamc.frontends import optimizer_hooks
 from roamc.frontends.arguments import (
     check_call,
     check_clip,
+    check_iterators,
     check_loss_function,
     check_module,
     check_not_meta,
@@ -274,6 +275,7 @@ class TrainStep:
 
         def spread(model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
             check_call(self.loss_fn, batch, named)
+            check_iterators(self.loss_fn)
             return self.loss_fn(model, *batch, **named)
 
         return StepRequest(
