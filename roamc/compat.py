@@ -56,6 +56,7 @@ class CaptureMode(FakeTensorMode):
 
     Attributes:
         read_past: names of the ``watched`` buffers whose own memory was read, as keys in the sequence of first reads.
+        over: whether the trace has ended. A fake of it that the user still has refuses to be read.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class CaptureMode(FakeTensorMode):
         self._held = _by_storage(held or {})
         self._watched = _by_storage(watched or {})
         self.read_past: dict[str, None] = {}
+        self.over = False
         self._kernel_of = kernel_of or (lambda operator: None)
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -78,8 +80,14 @@ class CaptureMode(FakeTensorMode):
         refuses, so it bypasses the cache.
 
         Raises:
-            CaptureError: it is handed the memory of a tensor in ``held``, or writes to that of one in ``watched``.
+            CaptureError: it is handed the memory of a tensor in ``held``, or writes to that of one in ``watched``, or
+                reads a value when the trace is over.
         """
+        if self.over and func is torch.ops.aten._local_scalar_dense.default:
+            raise CaptureError(
+                "this tensor was left behind where roamc.train_step traced the step, in a dict for example, and has no "
+                "value; inside the step, write the value into a tensor made before, such as total.copy_(value.detach())"
+            )
         leaves, spec = flatten((tuple(args), kwargs or {}))
         if any(map(is_dtensor, leaves)):
             return NotImplemented  # DTensor calls the operators on its parts
@@ -155,8 +163,12 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     function = _with_autocast_cache(function, torch.is_autocast_cache_enabled())
     lines = fx.traceback.preserve_node_meta(), _lines_of_callers(), _no_line_left_over()
     here = torch.autograd.set_multithreading_enabled(False)
-    with mode, enable_python_dispatcher(), lines[0], lines[1], lines[2], checkpoints_followed(), quiet_meta(), here:
-        return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
+    try:
+        with mode, enable_python_dispatcher(), lines[0], lines[1], lines[2], checkpoints_followed(), quiet_meta(), here:
+            return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
+    finally:
+        if isinstance(mode, CaptureMode):
+            mode.over = True
 
 
 @contextlib.contextmanager

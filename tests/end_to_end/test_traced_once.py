@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import roamc
@@ -45,3 +46,19 @@ def test_files_and_counters_may_be_named_by_the_loss_function() -> None:
 
     roamc.train_step(model, loss, sgd(model))(X)
     assert file.getvalue() == "0\n"
+
+
+def test_a_value_that_the_loss_keeps_in_a_dict_is_refused_when_it_is_read() -> None:
+    model, kept, mean = nn.Linear(8, 8), dict[str, Tensor](), torch.zeros(())
+    expected = model(X).mean().detach()
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        y = m(x)
+        kept["mean"] = y.mean()
+        mean.copy_(y.mean().detach())
+        return y.square().mean()
+
+    roamc.train_step(model, loss, sgd(model))(X)
+    with pytest.raises(roamc.CaptureError, match=r"roamc.train_step traced the step, in a dict .* total\.copy_"):
+        float(kept["mean"])
+    assert torch.equal(mean, expected)
