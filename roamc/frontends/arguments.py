@@ -124,11 +124,11 @@ def check_call(
     misfit = _misfit(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn, (None, *batch), named)
     if misfit is not None:
         name = type(loss_fn).__name__ if criterion else getattr(loss_fn, "__name__", "loss_fn")
-        advice = (
-            f"write lambda model, x, y: {name}()(model(x), y)"
-            if criterion
-            else f"its arguments are the model and {origin}"
-        )
+        advice = f"its arguments are the model and {origin}"
+        if criterion:
+            advice = f"write lambda model, x, y: {name}()(model(x), y)"
+        elif isinstance(getattr(loss_fn, "__self__", None), nn.Module):
+            advice = f"of a method of the model, write lambda model, *batch: model.{name}(*batch)"
         call = _call(name, ("model", *("..." for _ in batch)), named)
         raise CaptureError(f"the loss function is called as {call}, which does not fit: {misfit}; {advice}")
 

@@ -62,3 +62,15 @@ def test_a_value_that_the_loss_keeps_in_a_dict_is_refused_when_it_is_read() -> N
     with pytest.raises(roamc.CaptureError, match=r"roamc.train_step traced the step, in a dict .* total\.copy_"):
         float(kept["mean"])
     assert torch.equal(mean, expected)
+
+
+def test_a_method_of_the_model_as_the_loss_function_is_told_how_to_be_one() -> None:
+    class Trained(nn.Sequential):
+        def training_step(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self(x) - y).square().mean()
+
+    model = Trained(nn.Linear(8, 8))
+    step = roamc.train_step(model, model.training_step, sgd(model))
+    with pytest.raises(roamc.CaptureError, match=r"write lambda model, \*batch: model\.training_step\(\*batch\)"):
+        step(X, X)
+    roamc.train_step(model, lambda model, *batch: model.training_step(*batch), sgd(model))(X, X)
