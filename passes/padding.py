@@ -36,6 +36,9 @@ from roamc.rewriting.versions import up_to_date
 
 NAME = "padding"
 
+MOST = 9 / 8
+"""Rows are padded that take at most so many times the memory; few columns would take much more."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -53,6 +56,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
     The decision is empty unless ``options.numerics`` is "fast", and on a CPU. A product's result is padded only where
     both factors are aligned, or padded as well; another operator's only if a kernel makes it, so that no copy is made.
+    Nothing is padded that would take more than :data:`MOST` times the memory.
     """
     if options.numerics != "fast":
         return Decision()
@@ -63,7 +67,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
             cheap = all(base in fitting for base in _bases(node) if base is not node)
         else:
             cheap = printed(node.target) is not None and "fuse" not in options.disable
-        if cheap and _fits(graph, node):
+        if cheap and _fits(graph, node) and _growth(node.meta["val"]) <= MOST:
             fitting[node] = None
     return Decision(tuple(node.name for node in fitting))
 
@@ -103,6 +107,12 @@ def _bases(product: fx.Node) -> list[fx.Node]:
     return [_base(value) for value in matrices if not is_aligned(value.meta["val"])]
 
 
+def _growth(tensor: torch.Tensor) -> float:
+    """How many times the memory of a tensor it takes with padded rows."""
+    columns = int(tensor.shape[-1])
+    return pitch_of(columns, tensor.itemsize) / columns
+
+
 def _base(node: fx.Node) -> fx.Node:
     """What ``node`` is a view of, through any number of views; itself if it is none."""
     while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
@@ -122,7 +132,9 @@ def _fits(graph: TrainGraph, node: fx.Node) -> bool:
     The result is a tensor of its own, as plain as can be, and no output.
     """
     value, mode = node.meta.get("val"), mode_of(graph.graph)
-    if not isinstance(value, torch.Tensor) or node.op != "call_function" or ops.is_view(node.target) or is_kept(node):
+    if not isinstance(value, torch.Tensor) or node.op != "call_function" or is_kept(node):
+        return False
+    if ops.is_view(node.target) or ops.rule(node.target).mutates:
         return False
     plain = value.dim() > 1 and value.is_contiguous() and fills_storage(value) and bool(value.numel())
     if not plain or not may_be_slow(value) or value.shape[-1] * value.itemsize % ALIGNED == 0:

@@ -44,6 +44,7 @@ def padded_in(graph: TrainGraph) -> list[str]:
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes for a GPU, its groups, and products of any size, in programs for a CPU."""
     use_kernels(monkeypatch)
+    monkeypatch.setattr(padding, "MOST", 3.0)
     monkeypatch.setattr(slow_products, "DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(slow_products, "LEAST", 1)
 
@@ -130,11 +131,21 @@ TABLE = on_gpu((50257, 768), HALF)
 WIDE = on_gpu((8192, 50257), HALF)
 ODD = on_gpu((8192, 767), HALF), on_gpu((767, 50257), HALF)
 
+
+def written_twice(made: Tensor, table: Tensor) -> Tensor:
+    """A product of what the operator before the last has written over its argument."""
+    row = aten.select.int(made, 0, 0)
+    added = aten.add_.Tensor(made, 1)
+    aten.mul_.Tensor(row, 0)
+    return added @ table
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[str, ...]]] = {
     "logits": (lambda x, w: (x @ w.t()).relu().sum(), (ROWS, TABLE), ("mm",)),
     "logits that the user gets": (lambda x, w: x @ w.t(), (ROWS, TABLE), ()),
     "a view of them that the user gets": (lambda x, w: aten.slice.Tensor(x @ w.t(), 0, 0, 8), (ROWS, TABLE), ()),
     "logits with aligned rows": (lambda x, w: (x @ w.t()).sum(), (ROWS, on_gpu((50256, 768), HALF)), ()),
+    "of few columns": (lambda x, w: (x @ w.t()).sum(), (on_gpu((1 << 20, 4096), HALF), on_gpu((3, 4096), HALF)), ()),
     "few": (lambda x, w: (x @ w.t()).sum(), (on_gpu((8, 768), HALF), TABLE), ()),
     "float32": (lambda x, w: (x.float() @ w.float().t()).sum(), (ROWS, TABLE), ()),
     "flattened": (lambda x, w: aten.view(x @ w.t(), [-1]).sum(), (ROWS, TABLE), ()),
@@ -144,6 +155,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[str, ...]]]
         (on_gpu((8192, 767), HALF), on_gpu((767, 50257), HALF)),
         (),
     ),
+    "written over what is written again": (lambda x, w: written_twice(x * 2, w), (WIDE, TABLE), ()),
     "made by a kernel": (lambda x, w: (x * 2) @ w, (WIDE, TABLE), ("mul",)),
     "not made by a kernel": (lambda x, w: x.cumsum(0) @ w, (WIDE, TABLE), ()),
     "given": (lambda x, w: x @ w, (WIDE, TABLE), ()),
