@@ -160,6 +160,8 @@ def _stays(reader: fx.Node, values: dict[fx.Node, torch.Tensor], rows: torch.Ten
     rule = ops.rule(reader.target) if reader.op == "call_function" else None
     if rule is None or rule.mutates or rule.may_draw or rule.collective:
         return False
+    if any(at in rule.dense for at, argument in enumerate(reader.args) if _reads(argument, values)):
+        return False
 
     def value(node: fx.Node) -> Any:
         return values.get(node, node.meta["val"])
@@ -174,6 +176,11 @@ def _stays(reader: fx.Node, values: dict[fx.Node, torch.Tensor], rows: torch.Ten
         return is_one and _has_same_elements(result, reader.meta["val"], rows)
     after = [(tensor.shape, tensor.stride()) for tensor in tensors_in(result)]
     return after == [(tensor.shape, tensor.stride()) for _, tensor in tensors_of(reader)]
+
+
+def _reads(argument: object, values: dict[fx.Node, torch.Tensor]) -> bool:
+    """Whether an argument is a node that ``values`` has."""
+    return isinstance(argument, fx.Node) and argument in values
 
 
 def _has_same_elements(view: torch.Tensor, before: torch.Tensor, rows: torch.Tensor) -> bool:

@@ -145,6 +145,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[str, ...]]]
     "logits that the user gets": (lambda x, w: x @ w.t(), (ROWS, TABLE), ()),
     "a view of them that the user gets": (lambda x, w: aten.slice.Tensor(x @ w.t(), 0, 0, 8), (ROWS, TABLE), ()),
     "logits with aligned rows": (lambda x, w: (x @ w.t()).sum(), (ROWS, on_gpu((50256, 768), HALF)), ()),
+    "read one behind the other": (
+        lambda x, w: aten.native_group_norm(x @ w.t(), None, None, 8192, 50257, 1, 29, 1e-5)[0],
+        (ROWS, TABLE),
+        (),
+    ),
     "of few columns": (lambda x, w: (x @ w.t()).sum(), (on_gpu((1 << 20, 4096), HALF), on_gpu((3, 4096), HALF)), ()),
     "few": (lambda x, w: (x @ w.t()).sum(), (on_gpu((8, 768), HALF), TABLE), ()),
     "float32": (lambda x, w: (x.float() @ w.float().t()).sum(), (ROWS, TABLE), ()),
