@@ -132,10 +132,10 @@ WIDE = on_gpu((8192, 50257), HALF)
 ODD = on_gpu((8192, 767), HALF), on_gpu((767, 50257), HALF)
 
 
-def written_twice(made: Tensor, table: Tensor) -> Tensor:
+def written_twice(doubled: Tensor, table: Tensor) -> Tensor:
     """A product of what the operator before the last has written over its argument."""
-    row = aten.select.int(made, 0, 0)
-    added = aten.add_.Tensor(made, 1)
+    row = aten.select.int(doubled, 0, 0)
+    added = aten.add_.Tensor(doubled, 1)
     aten.mul_.Tensor(row, 0)
     return added @ table
 
