@@ -160,7 +160,8 @@ def _stays(reader: fx.Node, values: dict[fx.Node, torch.Tensor], rows: torch.Ten
     rule = ops.rule(reader.target) if reader.op == "call_function" else None
     if rule is None or rule.mutates or rule.may_draw or rule.collective:
         return False
-    if any(at in rule.dense for at, argument in enumerate(reader.args) if _reads(argument, values)):
+    blind = (*rule.dense, *((0,) if rule.whole_storage else ()))  # to strides: it reads memory as it comes
+    if any(at in blind for at, argument in enumerate(reader.args) if _reads(argument, values)):
         return False
 
     def value(node: fx.Node) -> Any:

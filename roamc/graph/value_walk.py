@@ -349,6 +349,8 @@ class Walk:
         """
         rule = self.numbers.target(target).rule
         named = tuple((name, self._key(kwargs[name])) for name in sorted(kwargs)) if kwargs else ()
+        if rule.absolute:
+            return (self._read(args[0], between_rows=True), *map(self._key, args[1:])), named
         if not rule.shape_of and rule.compares is None:
             return tuple(map(self._key, args)), named
         needs = ops.needs(target, args)
@@ -368,21 +370,22 @@ class Walk:
             return ("float", value.hex())
         return (type(value), value)
 
-    def _read(self, node: fx.Node, need: Need = Need.ELEMENTS) -> Key:
-        """What ``node`` stands for now, as far as it is needed."""
+    def _read(self, node: fx.Node, need: Need = Need.ELEMENTS, *, between_rows: bool = False) -> Key:
+        """What ``node`` stands for now, as far as it is needed; with what lies between rows if ``between_rows``."""
         places = self.numbers.places(node)
         if not places:
             return ("other", self._other_of(node))
         if need is Need.SHAPE:
             return ("shape", *[place.shape for place in places])
         if len(places) == 1 and not self._decoded:
-            return ("read", *self.numbers.unpadded(self._content[self._memory(places[0])], places[0].geometry))
+            lies = self._content[self._memory(places[0])], places[0].geometry
+            return ("read", *(lies if between_rows else self.numbers.unpadded(*lies)))
         parts: list[Number] = []
         for place in places:
             content = self._content[self._memory(place)]
             keeps, value = self._decoded.get(content, (None, content))
-            value = value if keeps in (Need.ELEMENTS, need) else content
-            parts += self.numbers.unpadded(value, place.geometry)
+            lies = (value if keeps in (Need.ELEMENTS, need) else content), place.geometry
+            parts += lies if between_rows else self.numbers.unpadded(*lies)
         return ("read", *parts)
 
     def _other_of(self, node: fx.Node) -> Number:

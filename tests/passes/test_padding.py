@@ -173,6 +173,16 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[str, ...]]]
         (ROWS, TABLE),
         ("mm",),
     ),
+    "read without its strides": (
+        lambda x, w: aten.native_group_norm(x @ w.t(), None, None, 8192, 50257, 1, 29, 1e-5)[0],
+        (ROWS, TABLE),
+        (),
+    ),
+    "copied by strides that it does not have": (
+        lambda x, w: aten.as_strided_copy(x @ w.t(), [8192, 50257], [50257, 1], 0),
+        (ROWS, TABLE),
+        (),
+    ),
     "with factors": (lambda x, w: torch.addmm(x.narrow(1, 0, 1), x, w.t(), beta=0.5) @ w, (ROWS, TABLE), ()),
 }
 
@@ -189,6 +199,14 @@ def test_what_is_viewed_other_than_by_rows_has_no_padded_rows(name: str, monkeyp
     graph = traced(lambda x, w: VIEWS[name](x @ w.t()).relu(), ROWS, TABLE)
     assert padding.decide(graph, FAST) == Decision()
     monkeypatch.setattr(padding, "_has_same_elements", lambda *_: True)
+    before = value_flow.read(graph, Numbers())
+    with pytest.raises(VerifyError, match="the result of mm with rows further apart"):
+        value_flow.check(padding.apply(graph, Decision(("mm",))), before, "padding", fast=True)
+
+
+def test_what_lies_between_rows_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = traced(CASES["copied by strides that it does not have"][0], ROWS, TABLE)
+    monkeypatch.setattr(padding, "_stays", lambda *_: True)
     before = value_flow.read(graph, Numbers())
     with pytest.raises(VerifyError, match="the result of mm with rows further apart"):
         value_flow.check(padding.apply(graph, Decision(("mm",))), before, "padding", fast=True)
