@@ -24,8 +24,11 @@ aten = torch.ops.aten
 IGNORED = -100
 """Stands for the labels that a loss leaves out, where classes are no longer told apart."""
 
-BYTES_OF_A_LABEL: Bytes = 17
-"""What :func:`write_nll_of_scores` takes for a row while it runs: two labels, and whether one is left out."""
+BYTES_OF_A_LABEL: Bytes = 10
+"""What :func:`write_nll_of_scores` takes for a row while it runs: a label, and two bytes for whether it counts.
+
+:func:`write_label_scores` takes one byte less.
+"""
 
 LIBRARY.define("label_scores(Tensor self, Tensor target, int[1] dim, bool keepdim, int ignore_index) -> Tensor")
 LIBRARY.define(

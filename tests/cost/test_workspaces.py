@@ -12,6 +12,7 @@ from torch import Tensor
 
 from roamc.cost import workspace_bytes
 from roamc.operators.onednn import ONEDNN
+from roamc.operators.scores import nll_of_scores
 from tests.cost.test_cost import floats, node_of
 
 aten = torch.ops.aten
@@ -294,6 +295,7 @@ Q, K, V = floats(2, 2, 800, 64), floats(2, 2, 600, 64), floats(2, 2, 600, 64)
 Q16, K16, V16 = (part.bfloat16() for part in (Q, K, V))
 STATE, STATE16 = aten._scaled_dot_product_flash_attention_for_cpu(Q, K, V), floats(2, 2, 800)
 FOR_EACH_THREAD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "a loss by the scores of labels": (lambda s, y: nll_of_scores(s, y, 7, 1, -100), (floats(9000), indices(9000))),
     "attention": (aten._scaled_dot_product_flash_attention_for_cpu, (Q, K, V)),
     "attention in half precision": (aten._scaled_dot_product_flash_attention_for_cpu, (Q16, K16, V16)),
     "attention backward": (

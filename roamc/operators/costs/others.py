@@ -44,7 +44,7 @@ def piece_of_a_mask(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def labels(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of roamc's losses by the scores of labels; ``result`` is not read."""
+    """Return the workspace in bytes of a call of ``label_scores`` or ``nll_of_scores``; ``result`` is not read."""
     return BYTES_OF_A_LABEL * tensor_at(call, 1).numel()
 
 
