@@ -2,12 +2,12 @@
 
     rewrite:  l, n = aten.nll_loss_forward(p, labels)  -->  s = roamc.label_scores(p, labels)
                                                             l, n = roamc.nll_of_scores(s, labels)
-    checks:   every loss that the decision names is of rows of classes, on a GPU and without weights of classes; sums
-              may be made in another order: ``numerics="fast"``
+    checks:   every loss that the decision names is of rows of classes, on a GPU and without weights of classes
 
 The log-probabilities ``p`` of a language model are a float32 for every token and word: for 16,384 tokens and 50,257
 words 3.3 GB. ``s`` has a number for each token. Pass ``fuse`` makes it in the kernel of ``p``, and ``p`` once more
-inside the kernel of the gradient; then ``p`` has no memory.
+inside the kernel of the gradient; then ``p`` has no memory. These kernels sum in another order than ATen, so that the
+pass decides nothing without ``numerics="fast"``; ``s`` alone keeps the bits of the loss.
 """
 
 from __future__ import annotations
