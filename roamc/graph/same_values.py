@@ -141,7 +141,7 @@ def _cloned(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
 
 
 def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
-    """A product by oneDNN counts as ATen's of the same factors; the judge refuses it where that is not allowed."""
+    """A product by oneDNN or by aligned copies counts as ATen's; the judge refuses it where that is not allowed."""
     number = walk.called(ATEN[call.target], call.keys, call.state)
     return number, {0: walk.numbers.of("part", number, 0)}
 

@@ -36,6 +36,7 @@ from roamc.graph.value_walk import Walk, output_name
 from roamc.operators import ops
 from roamc.operators.composite import Composite
 from roamc.operators.counter import draw_seeds
+from roamc.operators.padded import rows_padded
 from roamc.operators.schemas import name_of
 
 
@@ -148,7 +149,7 @@ def compare(flow: Flow, before: Flow, after: str, besides: Collection[str] = ())
 
 
 def _check_exact(graph: TrainGraph, after: str, lossy: Sequence[str], fast: bool) -> None:
-    """Refuse codecs, products, groups and masks of dropouts that are not exact and that :func:`check` may not allow.
+    """Refuse codecs, products, rows, groups and masks that are not exact and that :func:`check` may not allow.
 
     Raises:
         VerifyError: names the first, and the option that allows it.
@@ -166,6 +167,12 @@ def _check_exact(graph: TrainGraph, after: str, lossy: Sequence[str], fast: bool
         raise VerifyError(
             f"after pass {after!r}: {other.name} is {other.target}, which sums in another order than "
             f"{OTHER_SUMS[other.target]}: allow it with options={{'numerics': 'fast'}}, or plan again"
+        )
+    padded = next((node for node in graph.graph.nodes if node.target is rows_padded), None)
+    if padded is not None:
+        raise VerifyError(
+            f"after pass {after!r}: {padded.name} moves rows apart, of which products have other last bits: "
+            "allow it with options={'numerics': 'fast'}, or plan again"
         )
     inexact = (node for node in graph.graph.nodes if isinstance(node.target, Composite) and not node.target.exact)
     group = next(inexact, None)

@@ -122,6 +122,14 @@ def test_a_plan_with_padded_products_is_refused_under_exact(language_model: Trai
         search.run(copied(language_model), Options(), planned.plan)
 
 
+def test_a_copy_with_padded_rows_is_refused_under_exact() -> None:
+    function, tensors, wanted = CASES["made by a kernel"]
+    graph = traced(function, *tensors)
+    before = value_flow.read(graph, Numbers())
+    with pytest.raises(VerifyError, match=r"padded_rows_default moves rows apart.*'numerics': 'fast'"):
+        value_flow.check(padding.apply(graph, Decision(wanted)), before, "padding")
+
+
 def test_exact_programs_have_no_padded_rows(language_model: TrainGraph) -> None:
     assert padding.decide(language_model, Options()) == Decision()
 
