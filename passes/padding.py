@@ -7,7 +7,7 @@
               the user allows another order of sums: ``numerics="fast"``
 
 Logits and their gradient are such matrices where the vocabulary is no multiple of 8. A copy joins the kernel that makes
-the gradient, see pass ``fuse``, and costs nothing. What has no padded rows behind this pass, such as a user's output,
+the gradient, see pass ``fuse``, and costs nothing; behind one that moves elements, as of shifted labels, it runs alone. What has no padded rows behind this pass, such as a user's output,
 is copied piece by piece by pass ``products``.
 """
 
@@ -28,6 +28,7 @@ from roamc.graph.rewrite import Writer, derived, mode_of
 from roamc.graph.storage_ids import lie_in, number_result
 from roamc.operators import ops
 from roamc.operators.aligned import ALIGNED, is_aligned
+from roamc.operators.blocks import base_of
 from roamc.operators.call import tensors_in
 from roamc.operators.gpu.printed import printed
 from roamc.operators.padded import PRODUCTS, padded_like, pitch_of, rows_padded
@@ -104,20 +105,13 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 def _bases(product: fx.Node) -> list[fx.Node]:
     """What makes the matrices of a product, it included, that have rows which are not aligned."""
     matrices = [value for value in (*product.args[-2:], product) if isinstance(value, fx.Node)]
-    return [_base(value) for value in matrices if not is_aligned(value.meta["val"])]
+    return [base_of(value) for value in matrices if not is_aligned(value.meta["val"])]
 
 
 def _growth(tensor: torch.Tensor) -> float:
     """How many times the memory of a tensor it takes with padded rows."""
     columns = int(tensor.shape[-1])
     return pitch_of(columns, tensor.itemsize) / columns
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """What ``node`` is a view of, through any number of views; itself if it is none."""
-    while node.op == "call_function" and ops.is_view(node.target) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _views(base: fx.Node) -> list[fx.Node]:
