@@ -7,8 +7,8 @@
               the user allows another order of sums: ``numerics="fast"``
 
 Logits and their gradient are such matrices where the vocabulary is no multiple of 8. A copy joins the kernel that makes
-the gradient, see pass ``fuse``, and costs nothing; behind one that moves elements, as of shifted labels, it runs alone. What has no padded rows behind this pass, such as a user's output,
-is copied piece by piece by pass ``products``.
+the gradient, see pass ``fuse``, and costs nothing; behind an operator that moves rows, as of shifted labels, it runs
+alone. What has no padded rows behind this pass, such as a user's output, is copied piece by piece by pass ``products``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from roamc.operators.aligned import ALIGNED, is_aligned
 from roamc.operators.blocks import base_of
 from roamc.operators.call import tensors_in
 from roamc.operators.gpu.printed import printed
-from roamc.operators.padded import PRODUCTS, padded_like, pitch_of, rows_padded
+from roamc.operators.padded import WITH_PADDED_ROWS, padded_like, pitch_of, rows_padded
 from roamc.options import Options
 from roamc.rewriting.versions import up_to_date
 
@@ -55,19 +55,20 @@ class Decision:
 def decide(graph: TrainGraph, options: Options) -> Decision:
     """Find what large products read or write that gets faster with padded rows; ``graph`` stays as it is.
 
-    The decision is empty unless ``options.numerics`` is "fast", and on a CPU. A product's result is padded only where
-    both factors are aligned, or padded as well; another operator's only if a kernel makes it, so that no copy is made.
-    Nothing is padded that would take more than :data:`MOST` times the memory.
+    The decision is empty unless ``options.numerics`` is "fast", and on a CPU; and where pass ``fuse`` is left out, for
+    ATen's kernels of norms and losses copy what has rows apart. A product's result is padded only where both factors
+    are aligned, or padded as well; another operator's only if a kernel may make it, so that no copy is made. Nothing is
+    padded that would take more than :data:`MOST` times the memory.
     """
-    if options.numerics != "fast":
+    if options.numerics != "fast" or "fuse" in options.disable:
         return Decision()
     slow = [node for node in operators(graph.graph) if slow_for_rows(node) and is_large(node)]
     fitting: dict[fx.Node, None] = {}
     for node in sorted({base for product in slow for base in _bases(product)}):
-        if node.target in PRODUCTS:
+        if node.target in WITH_PADDED_ROWS:
             cheap = all(base in fitting for base in _bases(node) if base is not node)
         else:
-            cheap = printed(node.target) is not None and "fuse" not in options.disable
+            cheap = printed(node.target) is not None
         if cheap and _fits(graph, node) and _growth(node.meta["val"]) <= MOST:
             fitting[node] = None
     return Decision(tuple(node.name for node in fitting))
@@ -86,8 +87,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         if mode is None or name not in nodes or not _fits(graph, nodes[name]):
             raise PlanError(f"{name!r} is no tensor in 16 bits on a GPU whose rows can be padded in this graph")
         node = nodes[name]
-        if node.target in PRODUCTS:
-            node.target = PRODUCTS[node.target]
+        if node.target in WITH_PADDED_ROWS:
+            node.target = WITH_PADDED_ROWS[node.target]
         else:
             writer = Writer(graph.graph, mode, phase[name])
             writer.like = node
@@ -133,7 +134,7 @@ def _fits(graph: TrainGraph, node: fx.Node) -> bool:
     plain = value.dim() > 1 and value.is_contiguous() and fills_storage(value) and bool(value.numel())
     if not plain or not may_be_slow(value) or value.shape[-1] * value.itemsize % ALIGNED == 0:
         return False
-    if node.target in PRODUCTS and not tensors_of_product(node):  # it has factors
+    if node.target in WITH_PADDED_ROWS and not tensors_of_product(node):  # it has factors
         return False
     assert mode is not None, "a graph with a tensor has a fake mode"
     with mode:

@@ -19,7 +19,7 @@ from torch import Tensor
 from roamc.operators.aligned import BY_COPIES
 from roamc.operators.counter import counter_mask, draw_seeds, own_seeds
 from roamc.operators.onednn import ONEDNN
-from roamc.operators.padded import PRODUCTS, rows_padded
+from roamc.operators.padded import WITH_PADDED_ROWS, rows_padded
 from roamc.operators.random import dropout_mask
 from roamc.operators.scores import label_scores, nll_of_scores
 from roamc.operators.shards import own_classes, own_indices, own_part
@@ -562,12 +562,12 @@ def product_by_aligned_copies(dtype: torch.dtype) -> list[Call]:
     ]
 
 
-@cases((torch.float32, torch.bfloat16), PRODUCTS[aten.mm.default])
+@cases((torch.float32, torch.bfloat16), WITH_PADDED_ROWS[aten.mm.default])
 def product_with_padded_rows(dtype: torch.dtype) -> list[Call]:
     return [call(x, y) for x in dense(dtype) for y in _both(tensor(dtype, x.shape[1], 9))]
 
 
-@cases((torch.float32, torch.bfloat16), PRODUCTS[aten.addmm.default])
+@cases((torch.float32, torch.bfloat16), WITH_PADDED_ROWS[aten.addmm.default])
 def product_and_sum_with_padded_rows(dtype: torch.dtype) -> list[Call]:
     return [call(tensor(dtype, 9), x, tensor(dtype, x.shape[1], 9)) for x in dense(dtype)]
 

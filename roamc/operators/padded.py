@@ -83,15 +83,15 @@ def _shape_of_product(*args: Tensor) -> Sequence[int]:
 rows_padded: OpOverload = _operator(padded_rows, "self", lambda tensor: tensor.shape)
 """``roamc::padded_rows(x)``: a copy with padded rows of a tensor of one dimension or more."""
 
-PRODUCTS: dict[Any, OpOverload] = {
+WITH_PADDED_ROWS: dict[Any, OpOverload] = {
     aten.mm.default: _operator(padded_mm, "self mat2", _shape_of_product),
     aten.addmm.default: _operator(padded_addmm, "self mat1 mat2", _shape_of_product),
 }
 """ATen's operator to the one that gives the same product with padded rows; both take the same arguments, tensors."""
 
 KERNELS: dict[OpOverload, Callable[..., None]] = {
-    PRODUCTS[aten.mm.default]: padded_mm,
-    PRODUCTS[aten.addmm.default]: padded_addmm,
+    WITH_PADDED_ROWS[aten.mm.default]: padded_mm,
+    WITH_PADDED_ROWS[aten.addmm.default]: padded_addmm,
     rows_padded: padded_rows,
 }
 """Operator of this module to the function that writes its result to ``out``."""

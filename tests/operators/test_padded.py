@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from roamc.operators.gpu import ahead
 from roamc.operators.gpu.frame import frame_of
 from roamc.operators.gpu.kernel import LONGEST_ROW, PIECE, kernel_text
-from roamc.operators.padded import PRODUCTS, padded_like, pitch_of, rows_padded
+from roamc.operators.padded import WITH_PADDED_ROWS, padded_like, pitch_of, rows_padded
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
@@ -27,7 +27,7 @@ def test_rows_begin_at_multiples_of_128_bytes(columns: int, itemsize: int, pitch
 
 
 def test_a_result_has_all_its_rows_in_one_storage() -> None:
-    product = PRODUCTS[aten.mm.default](torch.ones(3, 5, dtype=HALF), torch.ones(5, 33, dtype=HALF))
+    product = WITH_PADDED_ROWS[aten.mm.default](torch.ones(3, 5, dtype=HALF), torch.ones(5, 33, dtype=HALF))
     copy = rows_padded(torch.arange(66).view(2, 1, 33))
     assert product.stride() == (64, 1)
     assert product.untyped_storage().nbytes() == 3 * 64 * 2

@@ -47,7 +47,7 @@ BLOCK = 1024
 """Elements of one program of a group without sums."""
 
 TOGETHER_IN_A_LOAD = 16
-"""Elements that a thread loads at once, at most: 16 bytes."""
+"""Elements that a thread loads at once, at most: 16 bytes, of elements of one byte."""
 
 NUMBER = "fp64"
 """Triton's name for the type of a number that a kernel is passed: ATen inverts a divisor before it rounds it."""
