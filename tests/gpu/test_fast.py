@@ -36,7 +36,7 @@ def losses_of(model: nn.Module, batch: tuple[torch.Tensor, ...], loss_fn: object
 
 
 def test_padded_rows_and_picked_scores_train_as_before() -> None:
-    """The decisions are there, and losses are those of products by copies and of log-probabilities in memory."""
+    """Losses are those of products by copies and of log-probabilities in memory."""
     torch.manual_seed(0)
     work = zoo.make("gpt", SIZES, "cuda")
     model, batch = work.model.eval(), tuple(torch.randint(0, 20011, x.shape, device="cuda") for x in work.batch)

@@ -90,7 +90,7 @@ def test_a_program_has_the_bits_of_that_with_all_log_probabilities(name: str) ->
         used = clones(inputs)
         options = Options(numerics="fast", disable=("products", *disable))
         planned = search.run(copied(graph), options, deep=True)
-        assert (nll_of_scores in targets_of(planned.graph)) is not disable or not disable
+        assert (nll_of_scores in targets_of(planned.graph)) is (not disable)
         results.append([*run_program(planned, used), *used])
     for one, other in zip(*results, strict=True):
         assert not isinstance(one, Tensor) or torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
