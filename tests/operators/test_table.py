@@ -118,6 +118,7 @@ SUBJECTS = {
     "roamc/capture/recurrent.py": "recurrent layers",
     "roamc/capture/returned_inputs.py": "copies to the caller's tensors",
     "roamc/capture/step_trace.py": "detach",
+    "roamc/compat.py": "what fake tensors cannot tell, and what torch's cache of them tells wrongly",
     "roamc/compat_aot.py": "the backward of batch norm",
     "roamc/codegen/triton_stand_in.py": "sums and maxima of Triton",
     "roamc/graph/fingerprint.py": "parts of which each rank takes its own",
