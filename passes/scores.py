@@ -84,7 +84,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
 
 def _fits(node: fx.Node) -> bool:
     """Whether this is a loss of rows of classes, without weights of classes, on a device of groups that sum."""
-    if node.target is not aten.nll_loss_forward.default or node.args[2] is not None:
+    if node.target is not aten.nll_loss_forward.default or node.kwargs or node.args[2] is not None:
         return False
     scores: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
     return scores.dim() == 2 and bool(scores.numel()) and scores.device.type in DEVICES

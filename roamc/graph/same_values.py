@@ -84,11 +84,11 @@ def _batch_norm(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | No
 
 def _loss(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     """A loss of rows of classes, without weights of classes, is ``nll_of_scores`` of ``label_scores``."""
-    (scores, labels, *_), _ = call.keys
+    (scores, labels, *_), named = call.keys
     rows: torch.Tensor = call.args[0].meta["val"]
-    if rows.dim() != 2 or call.args[2] is not None:
+    if named or rows.dim() != 2 or call.args[2] is not None:
         return None
-    _, _, _, reduction, ignored = call.args
+    *_, reduction, ignored = call.args
     how, _ = walk.keys(label_scores, ([1], False, ignored), {})
     picked = walk.numbers.of("part", walk.called(label_scores, ((scores, labels, *how), ())), 0)
     read = "read", picked, walk.numbers.in_rows(rows.shape[:1], rows.dtype)
