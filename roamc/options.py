@@ -121,6 +121,8 @@ def _unknown(name: str, names: list[str]) -> str:
 
 
 def _names(option: str, kind: str, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):

@@ -41,6 +41,7 @@ def test_memory_budget_is_read_as_a_size(size: object, count: int | None) -> Non
         ("", ()),
         (" , ", ()),
         ([], ()),
+        (None, ()),
     ],
 )
 def test_disable_takes_a_text_or_a_list_of_names(disable: object, names: tuple[str, ...]) -> None:
