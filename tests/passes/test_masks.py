@@ -24,12 +24,11 @@ from roamc.operators.counter import counter_mask, draw_seeds
 from roamc.operators.random import replay, save_rng_state
 from roamc.options import Options
 from roamc.passes import masks
-from roamc.passes.fuse import inline
 from roamc.passes.masks import Decision
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import clones, graph_and_inputs, traced
-from tests.kernel_groups import use_kernels
+from tests.kernel_groups import use_pass
 from tests.planning.test_pipeline import run_program
 
 aten = torch.ops.aten
@@ -40,10 +39,7 @@ X = torch.ones(8, 16)
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass, and the groups of a GPU, in programs for a CPU."""
-    use_kernels(monkeypatch)
-    monkeypatch.setattr(masks, "DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(inline, "EFFORT", inline.Effort(least_bytes=1))
-    monkeypatch.setattr(inline._Inliner, "_spare", lambda inliner: 1.0)
+    use_pass(monkeypatch, masks)
 
 
 class Layers(nn.Module):

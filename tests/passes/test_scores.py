@@ -18,13 +18,12 @@ from roamc.graph.value_numbers import Numbers
 from roamc.operators.scores import label_scores, nll_of_scores
 from roamc.options import Options
 from roamc.passes import scores
-from roamc.passes.fuse import inline
 from roamc.passes.scores import Decision
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.codegen.test_kernel_judge import on_gpu
 from tests.graphs import clones, graph_and_inputs, traced
-from tests.kernel_groups import use_kernels
+from tests.kernel_groups import use_pass
 from tests.planning.test_pipeline import run_program
 
 aten = torch.ops.aten
@@ -36,10 +35,7 @@ INT = torch.int64
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass, and the groups of a GPU, in programs for a CPU."""
-    use_kernels(monkeypatch)
-    monkeypatch.setattr(scores, "DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(inline, "EFFORT", inline.Effort(least_bytes=1))
-    monkeypatch.setattr(inline._Inliner, "_spare", lambda inliner: 1.0)
+    use_pass(monkeypatch, scores)
 
 
 class Classes(nn.Module):
