@@ -80,6 +80,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     Raises:
         PlanError: a name in the decision is no operator of the graph, or its result cannot have padded rows.
     """
+    if not decision.tensors:
+        return graph
     nodes = {node.name: node for node in operators(graph.graph)}
     mode = mode_of(graph.graph)
     phase = dict(graph.phase)
@@ -100,7 +102,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
         for each in (node, *_views(node)):
             each.meta["val"] = derived(each, mode)
             number_result(each)
-    return up_to_date(graph, phase) if decision.tensors else graph
+    return up_to_date(graph, phase)
 
 
 def _bases(product: fx.Node) -> list[fx.Node]:

@@ -140,7 +140,7 @@ def _cloned(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     return (walk.number(call), {0: content}) if whole and geometry == result.geometry else None
 
 
-def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
+def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]]:
     """A product by oneDNN or by aligned copies counts as ATen's; the judge refuses it where that is not allowed."""
     number = walk.called(ATEN[call.target], call.keys, call.state)
     return number, {0: walk.numbers.of("part", number, 0)}
@@ -148,8 +148,8 @@ def _by_another_library(walk: Walk, call: Call) -> tuple[Number, dict[int, Numbe
 
 def _padded_product(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     """A product with padded rows is ATen's, with rows further apart."""
-    number = walk.called(ATEN[call.target], call.keys, call.state)
-    return number, {0: _further_apart(walk, call, walk.numbers.of("part", number, 0))}
+    number, results = _by_another_library(walk, call)
+    return number, {0: _further_apart(walk, call, results[0])}
 
 
 def _padded_copy(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:

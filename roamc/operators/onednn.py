@@ -6,7 +6,7 @@ program only with ``numerics="fast"``. Where torch has no such product, as in ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -71,19 +71,42 @@ def product_operator(original: OpOverload, writer: Callable[..., None], *devices
         writer: takes the same arguments and ``out``.
         devices: torch's dispatch keys of the devices on which it runs, such as "CPU".
     """
+    names = [argument.name for argument in original._schema.arguments if not argument.kwarg_only]
+
+    def empty(*args: Tensor) -> Tensor:
+        first, second = args[-2:]
+        return first.new_empty((*first.shape[:-1], second.shape[-1]))
+
+    return defined(writer, names, empty, *devices, fake=original)
+
+
+def defined(
+    writer: Callable[..., None],
+    names: Sequence[str],
+    empty: Callable[..., Tensor],
+    *devices: str,
+    fake: Callable[..., Tensor] | None = None,
+) -> OpOverload:
+    """Define and return the operator of ``torch.ops.roamc`` that has the name of ``writer``, and gives one tensor.
+
+    Args:
+        writer: takes the arguments of the operator and ``out``, which it writes.
+        names: of the arguments, which are tensors.
+        empty: takes the same arguments and returns memory for the result.
+        devices: torch's dispatch keys of the devices on which it runs, such as "CPU".
+        fake: its fake kernel; None for ``empty``.
+    """
     name = writer.__name__
-    tensors = [argument.name for argument in original._schema.arguments if not argument.kwarg_only]
-    LIBRARY.define(f"{name}({', '.join(f'Tensor {argument}' for argument in tensors)}) -> Tensor")
+    LIBRARY.define(f"{name}({', '.join(f'Tensor {argument}' for argument in names)}) -> Tensor")
 
     def allocated(*args: Tensor) -> Tensor:
-        first, second = args[-2:]
-        out = first.new_empty((*first.shape[:-1], second.shape[-1]))
+        out = empty(*args)
         writer(*args, out=out)
         return out
 
     for device in devices:
         torch.library.impl(LIBRARY, name, device)(allocated)
-    torch.library.register_fake(f"roamc::{name}", original, lib=LIBRARY)
+    torch.library.register_fake(f"roamc::{name}", fake or empty, lib=LIBRARY)
     overload: OpOverload = getattr(torch.ops.roamc, name).default
     return overload
 

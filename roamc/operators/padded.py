@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from roamc.compat import OpOverload
-from roamc.operators.random import LIBRARY
+from roamc.operators.onednn import defined
 from roamc.units import Bytes, rounded_up
 
 aten = torch.ops.aten
@@ -51,41 +51,19 @@ def padded_rows(self: Tensor, *, out: Tensor) -> None:
     out.copy_(self)
 
 
-def _operator(writer: Callable[..., None], arguments: str, shape_of: Callable[..., Sequence[int]]) -> OpOverload:
-    """Define and return the operator of ``torch.ops.roamc`` that has the name of ``writer``.
-
-    Args:
-        writer: takes the arguments of the operator and ``out``.
-        arguments: names of the arguments, which are tensors.
-        shape_of: takes the same, and returns the shape of the result.
-    """
-    name = writer.__name__
-    LIBRARY.define(f"{name}({', '.join(f'Tensor {each}' for each in arguments.split())}) -> Tensor")
-
-    def fake(*args: Tensor) -> Tensor:
-        return padded_like(args[-1], shape_of(*args))
-
-    def run(*args: Tensor) -> Tensor:
-        out = fake(*args)
-        writer(*args, out=out)
-        return out
-
-    torch.library.impl(LIBRARY, name, "CompositeExplicitAutograd")(run)
-    torch.library.register_fake(f"roamc::{name}", fake, lib=LIBRARY)
-    overload: OpOverload = getattr(torch.ops.roamc, name).default
-    return overload
+def _padded_product(*args: Tensor) -> Tensor:
+    return padded_like(args[-1], (args[-2].shape[0], args[-1].shape[1]))
 
 
-def _shape_of_product(*args: Tensor) -> Sequence[int]:
-    return args[-2].shape[0], args[-1].shape[1]
+ANY_DEVICE = "CompositeExplicitAutograd"
+"""torch's dispatch key of a kernel that runs on every device."""
 
-
-rows_padded: OpOverload = _operator(padded_rows, "self", lambda tensor: tensor.shape)
+rows_padded: OpOverload = defined(padded_rows, ["self"], lambda tensor: padded_like(tensor, tensor.shape), ANY_DEVICE)
 """``roamc::padded_rows(x)``: a copy with padded rows of a tensor of one dimension or more."""
 
 WITH_PADDED_ROWS: dict[Any, OpOverload] = {
-    aten.mm.default: _operator(padded_mm, "self mat2", _shape_of_product),
-    aten.addmm.default: _operator(padded_addmm, "self mat1 mat2", _shape_of_product),
+    aten.mm.default: defined(padded_mm, ["self", "mat2"], _padded_product, ANY_DEVICE),
+    aten.addmm.default: defined(padded_addmm, ["self", "mat1", "mat2"], _padded_product, ANY_DEVICE),
 }
 """ATen's operator to the one that gives the same product with padded rows; both take the same arguments, tensors."""
 
