@@ -12,7 +12,8 @@ from roamc.units import Bytes, parse_bytes
 
 Budget = Bytes | str
 """A budget: bytes; a share of what eager holds, such as ``"80%"``; ``"min"`` for the lowest peak; ``"light"`` for the
-lowest without heavy operators run again; ``"device"`` for what the device has free."""
+lowest without heavy operators run again; ``"+1%"`` for the lowest that adds at most that share of the step's time;
+``"device"`` for what the device has free."""
 
 LIGHT = "light"
 """The budget for the lowest peak if only light operators run again, see :data:`roamc.operators.costs.kinds.LIGHT`."""
@@ -23,10 +24,14 @@ MARGIN = 0.9
 BYTES = 1 << 20
 """Least float that counts as bytes, if it is whole, such as 6e9; a smaller one, such as 0.8, is refused."""
 
-KINDS = 'give a size such as "6GiB", a share of what eager holds such as "80%", or "min", "light" or "device"'
+KINDS = (
+    'give a size such as "6GiB", a share of what eager holds such as "80%", a share of time that may be added such as '
+    '"+1%", or "min", "light" or "device"'
+)
 """What a budget may be, for messages."""
 
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
+_ADDED = re.compile(r"\+\s*(\d+(?:\.\d+)?)\s*%", re.ASCII)
 _FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 
 
@@ -38,6 +43,10 @@ def parse_budget(budget: object) -> Budget | None:
     """
     budget = budget.strip() if isinstance(budget, str) else budget
     if budget is None or budget in ("min", LIGHT, "device"):
+        return budget
+    if isinstance(budget, str) and _ADDED.fullmatch(budget):
+        if not added_share(budget):
+            raise OptionError(f"memory_budget: {budget!r} adds no time, as without a budget: leave it out, or {KINDS}")
         return budget
     try:
         share = _SHARE.fullmatch(budget) if isinstance(budget, str) else None
@@ -51,7 +60,13 @@ def parse_budget(budget: object) -> Budget | None:
 
 def is_share(budget: Budget | None) -> bool:
     """Whether a budget is a share of what eager holds, such as ``"80%"``."""
-    return isinstance(budget, str) and budget.endswith("%")
+    return isinstance(budget, str) and budget.endswith("%") and not added_share(budget)
+
+
+def added_share(budget: Budget | None) -> float:
+    """Return the share of the step's time that a budget such as ``"+1%"`` lets a plan add, here 0.01; 0 for others."""
+    added = _ADDED.fullmatch(budget) if isinstance(budget, str) else None
+    return float(added.group(1)) / 100 if added else 0.0
 
 
 def _bytes(size: object) -> Bytes:
@@ -66,7 +81,7 @@ def _bytes(size: object) -> Bytes:
 
 
 def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:
-    """Return a budget in bytes; 0 for ``"min"`` and ``"light"``, None for None.
+    """Return a budget in bytes; 0 for ``"min"``, ``"light"`` and shares of time such as ``"+1%"``, None for None.
 
     Args:
         budget: as :func:`parse_budget` returns it.
@@ -79,7 +94,7 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
     """
     if budget is None or isinstance(budget, int):
         return budget
-    if budget in ("min", LIGHT):
+    if budget in ("min", LIGHT) or added_share(budget):
         return 0
     if budget == "device":
         return max(1, int((_free(device) - state) * MARGIN))

@@ -123,8 +123,9 @@ def test_every_error_about_a_budget_says_what_one_is(budget: object) -> None:
     what, _, advice = str(caught.value).rpartition("; ")
     assert what.startswith("memory_budget: ")
     assert str(budget) in what
-    assert (
-        advice == 'give a size such as "6GiB", a share of what eager holds such as "80%", or "min", "light" or "device"'
+    assert advice == (
+        'give a size such as "6GiB", a share of what eager holds such as "80%", a share of time that may be added '
+        'such as "+1%", or "min", "light" or "device"'
     )
 
 

@@ -45,8 +45,8 @@ Limit = Annotated[
         "--memory-budget",
         metavar="SIZE",
         help="Most bytes that the step may allocate: 6GiB, 80% of what eager needs, min, light (as min, without "
-        "recomputing matrix products and other heavy operators), or device. Exit code 2 if no plan fits. Repeat it to "
-        "compare budgets with roamc plan.",
+        "recomputing matrix products and other heavy operators), +1% (the lowest peak for at most 1% more time), or "
+        "device. Exit code 2 if no plan fits. Repeat it to compare budgets with roamc plan.",
     ),
 ]
 Others = Annotated[

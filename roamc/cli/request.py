@@ -51,8 +51,8 @@ class Request:
         forward_backward: whether to leave the update out.
         meta: whether to call the function of a file with the meta device as torch's default.
         clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; None for no clipping.
-        memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", "min", "light", or "device";
-            None for none.
+        memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", a share of time that may be
+            added such as "+1%", "min", "light", or "device"; None for none.
         options: roamc's options, each as ``key=value``.
         device: "cuda" to plan for a GPU, which need not be there; "cpu" for the device that the model lies on.
         profile: the device profile that times are predicted with, as the option of that name; None for that option. For

@@ -38,11 +38,15 @@ class Outcome(Protocol):
 
 
 class Attempt(Outcome, Protocol):
-    """A plan for which pass ``retain`` was asked for some peak of live bytes; it has two more properties."""
+    """A plan for which pass ``retain`` was asked for some peak of live bytes; it has more properties."""
 
     @property
     def asked_bytes(self) -> Bytes:
         """The peak of live bytes that ``retain`` reached, before the passes behind it."""
+
+    @property
+    def asked_seconds(self) -> Seconds:
+        """The time that ``retain`` adds for it, before the passes behind it."""
 
     @property
     def strained(self) -> bool:
@@ -173,6 +177,32 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
         lowest = min(lowest, tried, key=_bytes_then_time)
         target = _Search(_below(lowest, effort), effort=effort).next(target, tried)
     return lowest
+
+
+def within(attempt: Callable[[Bytes], T], highest: Bytes, seconds: Seconds, effort: Effort = EFFORT) -> list[T]:
+    """Look for the lowest peak that adds at most ``seconds``, by halving what is left between two peaks.
+
+    Args:
+        attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Only ``asked_bytes`` and
+            ``asked_seconds`` are read.
+        highest: bytes of the plan in which nothing runs again.
+        seconds: most added time.
+        effort: limits.
+
+    Returns:
+        Those of the plans made that keep to ``seconds`` and are below ``highest`` and each other, the lowest first.
+    """
+    kept, low, high = list[T](), 0, highest
+    for _ in range(effort.time_rounds):
+        target = (low + high) // 2
+        tried = attempt(target)
+        keeps = tried.asked_seconds <= seconds and tried.asked_bytes < high
+        if keeps:
+            kept.insert(0, tried)
+            high = tried.asked_bytes
+        if not keeps or tried.asked_bytes > target:  # retain knows of none lower
+            low = target
+    return kept
 
 
 def _below(lowest: Outcome, effort: Effort) -> Bytes:

@@ -17,6 +17,8 @@ class Effort:
             smaller value leaves budgets less well used.
         close_share: a plan that fits ends the search if the next target would be higher by at most this fraction of the
             budget. A smaller value makes more plans for less added time.
+        time_rounds: times that pass retain is asked in the search for the lowest peak within a share of time. Each
+            halves what is left between a peak that takes too long and one that does not.
         descents: plans that the search for that of ``"min"`` asks for beside those for the fewest live bytes.
         descent_share: each of these plans is to need less than the lowest plan so far by this fraction of it. A larger
             value is refused sooner, above the lowest plan that there is.
@@ -34,6 +36,7 @@ class Effort:
 
     budget_rounds: int = 6
     close_share: float = 0.01
+    time_rounds: int = 8
     descents: int = 8
     descent_share: float = 0.005
     nearly_factor: float = 1.1

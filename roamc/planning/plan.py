@@ -17,7 +17,7 @@ from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes, format_parts
 
-FORMAT = 10
+FORMAT = 11
 """Version of the JSON form; increased when a reader of an older version could misread it."""
 
 
@@ -33,6 +33,9 @@ class Plan:
         threads: number of torch's threads on a CPU for which ``needed_bytes`` is counted: some operators have buffers
             for each.
         budget_bytes: the budget that was asked for; 0 for none, or for the lowest peak.
+        budget_added: most time that the plan was allowed to add, as a fraction of ``step_seconds``; 0 for any.
+        least_bytes: lower bound of ``needed_bytes`` for any choice of reruns and codecs that adds no more; 0 where
+            ``budget_added`` is.
         peak_bytes: predicted peak of everything that the step allocates: the arena without what is trimmed at that
             time, and outside it outputs, results left with the allocator, and results on their way into the arena.
             Parameters, optimizer state and inputs are not in it, nor what operators take for themselves.
@@ -67,6 +70,8 @@ class Plan:
     versions: Mapping[str, str]
     threads: int
     budget_bytes: Bytes
+    budget_added: float
+    least_bytes: Bytes
     peak_bytes: Bytes
     needed_bytes: Bytes
     arena_bytes: Bytes
@@ -175,10 +180,13 @@ class Plan:
             return ()
         added = ("added time", f"{self.added_seconds / self.step_seconds:.1%}", self._added_remark())
         lowest = LIGHT if self.decisions.get("retain", {}).get("allowed") == LIGHT else "min"
-        budget = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else lowest, self._budget_remark())
+        asked = f"+{100 * self.budget_added:g}%" if self.budget_added else lowest
+        budget = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else asked, self._budget_remark())
         return (budget, added)
 
     def _budget_remark(self) -> str:
+        if self.least_bytes:
+            return f"of the step's time; any choice that keeps to it needs at least {format_bytes(self.least_bytes)}"
         if not self.budget_bytes or self.needed_bytes <= self.budget_bytes:
             return ""
         return f"exceeded: {format_bytes(self.needed_bytes)} needed"

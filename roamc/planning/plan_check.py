@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from roamc.budget import added_share
 from roamc.errors import REQUIRED, PlanError
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.lifetimes import live_bytes
@@ -79,8 +80,14 @@ def check_options(planned: Planned, options: Options) -> None:
 
     Raises:
         PlanError: values are split along the tokens, or by class, and ``options.shard`` is not "sequence"; or the arena
-            has a smaller alignment than the options ask for.
+            has a smaller alignment than the options ask for; or the plan adds more time than the budget allows.
     """
+    share, plan = added_share(options.memory_budget), planned.plan
+    if share and plan.added_seconds > share * plan.step_seconds:
+        raise PlanError(
+            f"{retain.NAME}: the plan adds {plan.added_seconds / plan.step_seconds:.2%} of the step's time, above "
+            f"memory_budget={options.memory_budget!r}: plan again"
+        )
     split = planned.plan.decisions.get(shard.NAME, {})
     if options.shard != "sequence" and (split.get("regions") or split.get("classes")):
         raise PlanError(
@@ -115,7 +122,20 @@ def check_numbers(plan: Plan, planned: Planned) -> None:
     _check_overlap(counted.decisions.get(overlap.NAME), planned.graph)
     _check_layout(counted.decisions[layout.NAME], planned.graph)
     _check_taken_over(plan)
+    _check_share_of_time(plan)
     _check_counted(plan, counted)
+
+
+def _check_share_of_time(plan: Plan) -> None:
+    """Refuse a plan that adds more time than it was allowed to, or has a lower bound above its peak.
+
+    Raises:
+        PlanError: names the field, with its value.
+    """
+    if plan.least_bytes > plan.needed_bytes:
+        raise PlanError(f"the plan has least_bytes above its needed_bytes, {plan.least_bytes} and {plan.needed_bytes}")
+    if plan.budget_added and plan.added_seconds > plan.budget_added * plan.step_seconds:
+        raise PlanError(f"the plan adds more of the step's time than its budget_added, {plan.budget_added}: plan again")
 
 
 def for_threads(planned: Planned, threads: int) -> Planned:

@@ -40,10 +40,12 @@ class Terms:
     Attributes:
         limit: bytes; 0 for the lowest peak, None to recompute nothing, whatever the peak.
         allowed: the operators that may be recomputed: "all", or "light" for those that are cheap on any device.
+        added_share: most time that a plan for the lowest peak may add, as a share of the step's; 0 for any.
     """
 
     limit: Bytes | None
     allowed: str = "all"
+    added_share: float = 0.0
 
 
 def prepared(
@@ -98,7 +100,8 @@ def terms_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes)
     Raises:
         OptionError: a share is less than one byte.
     """
-    return Terms(limit_of(graph, asked, eager_needs), asked if asked == budget.LIGHT else "all")
+    allowed = asked if asked == budget.LIGHT else "all"
+    return Terms(limit_of(graph, asked, eager_needs), allowed, budget.added_share(asked))
 
 
 def limit_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes) -> Bytes | None:
@@ -131,6 +134,7 @@ class PlanMaker:
         eager_needs: bytes that eager PyTorch takes at its worst step: workspaces, tensor objects and what other
             micro-batches in flight have saved included.
         allowed: the operators that may be recomputed, see :class:`Terms`.
+        added_share: most time that a plan may add, see :class:`Terms`.
         effort: limits of the search for a plan, and which differences it ignores.
         splits: whether pass overlap may split collectives.
         products: FLOPs of the captured graph, for the utilisation of a GPU; none for a CPU, whose peak rate no profile
@@ -141,6 +145,7 @@ class PlanMaker:
     fingerprint: str
     eager_needs: Bytes = 0
     allowed: str = "all"
+    added_share: float = 0.0
     effort: Effort = EFFORT
     splits: bool = True
     products: utilisation.Products = field(default_factory=dict)
@@ -153,12 +158,12 @@ class PlanMaker:
     @property
     def terms(self) -> Terms:
         """The terms that plans are made for."""
-        return Terms(self.options.limit_bytes, self.allowed)
+        return Terms(self.options.limit_bytes, self.allowed, self.added_share)
 
     def under(self, terms: Terms) -> PlanMaker:
         """Return a maker that differs only in its terms."""
         changed = self._with(dataclasses.replace(self.options, memory_budget=terms.limit))
-        return dataclasses.replace(changed, allowed=terms.allowed)
+        return dataclasses.replace(changed, allowed=terms.allowed, added_share=terms.added_share)
 
     @property
     def in_program_order(self) -> PlanMaker:

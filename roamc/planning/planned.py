@@ -89,6 +89,8 @@ def plan_of(
         device=main_device(graph).type,
         versions={"roamc": __version__, "torch": torch.__version__},
         budget_bytes=limit or 0,
+        budget_added=0.0,
+        least_bytes=0,
         peak_bytes=peak_bytes,
         needed_bytes=placed.needed_bytes,
         arena_bytes=placed.arena_bytes,

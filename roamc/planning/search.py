@@ -79,7 +79,12 @@ def run(
     check_options(planned, options)
     check_numbers(plan, planned)
     planned = for_threads(planned, torch.get_num_threads())
-    budgeted = dataclasses.replace(planned.plan, budget_bytes=limit or plan.budget_bytes)
+    budgeted = dataclasses.replace(
+        planned.plan,
+        budget_bytes=limit or plan.budget_bytes,
+        budget_added=maker.added_share or plan.budget_added,
+        least_bytes=plan.least_bytes if maker.added_share in (0, plan.budget_added) else 0,
+    )
     return _finished(dataclasses.replace(planned, plan=budgeted), maker, limit, begun)
 
 
@@ -154,7 +159,8 @@ class PlanSearch:
     def fit(self, terms: Terms, *, quick: bool = False) -> Planned:
         """Return a plan within the limit at the least added time; that of the smallest budget if there is none.
 
-        Without a limit, or with pass retain disabled, it is the plan in which nothing runs again, whatever it needs.
+        Without a limit, or with pass retain disabled, it is the plan in which nothing runs again, whatever it needs. If
+        the terms limit the added time, it is the lowest plan that keeps to it.
 
         Args:
             terms: the terms that the plan is made for.
@@ -169,12 +175,35 @@ class PlanSearch:
             planned = self._first(terms)
             return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, step_seconds=0.0))
 
+        if terms.added_share:
+            return self._lowest_within(terms)
+
         def lowest() -> _Attempt:
             return _made_already(self.minimum(terms.allowed))
 
         ask = functools.partial(self._search, terms)
         planned = budget_search.fit(ask, lowest, terms.limit, quick=quick, effort=self._maker.effort).planned
         return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, budget_bytes=terms.limit))
+
+    def _lowest_within(self, terms: Terms) -> Planned:
+        """Return the plan that needs least of those that add at most a share of the step's time.
+
+        The plan has a lower bound on what any choice of reruns and codecs that keeps to it needs.
+        """
+        plain, share, choice = Terms(0, terms.allowed), terms.added_share, self._choice(terms.allowed)
+        planned = self._first(plain)
+        needed, most = planned.plan.needed_bytes, share * planned.plan.step_seconds
+        choice.forget()
+        attempt = functools.partial(self._attempt, plain)
+        for tried in budget_search.within(attempt, needed, most, self._maker.effort):
+            lower = tried.planned.plan
+            if lower.needed_bytes < needed and lower.added_seconds <= share * lower.step_seconds:  # overlap may differ
+                planned = tried.planned
+                break
+        least = choice.least_bytes(most, planned.plan.needed_bytes)
+        return dataclasses.replace(
+            planned, plan=dataclasses.replace(planned.plan, budget_added=share, least_bytes=least)
+        )
 
     def minimum(self, allowed: str = "all") -> Planned:
         """Return the plan of the smallest budget, as :mod:`roamc.planning.budget_search` defines it; made once.
@@ -205,7 +234,12 @@ class PlanSearch:
     def _attempt(self, terms: Terms, target: Bytes) -> _Attempt:
         """Ask ``retain`` for ``target`` live bytes; the passes behind it run when the plan is read."""
         decision = self._choice(terms.allowed).decide(target)
-        return _Attempt(decision.peak_bytes, decision.peak_bytes > target, lambda: self._made(decision, terms))
+        return _Attempt(
+            decision.peak_bytes,
+            decision.peak_bytes > target,
+            lambda: self._made(decision, terms),
+            decision.added_seconds,
+        )
 
     def attempt(
         self,
@@ -390,11 +424,13 @@ class _Attempt:
         asked_bytes: the peak of live bytes that retain reached.
         strained: whether that is more than was asked of it.
         make: runs the passes behind retain.
+        asked_seconds: the time that retain adds for that peak.
     """
 
     asked_bytes: Bytes
     strained: bool
     make: Callable[[], Planned]
+    asked_seconds: Seconds
 
     @functools.cached_property
     def planned(self) -> Planned:
@@ -412,7 +448,8 @@ class _Attempt:
 
 def _made_already(planned: Planned) -> _Attempt:
     """Return a plan that exists already in the form of an attempt that was not strained."""
-    return _Attempt(int(planned.plan.decisions[retain.NAME]["peak_bytes"]), False, lambda: planned)
+    asked = int(planned.plan.decisions[retain.NAME]["peak_bytes"])
+    return _Attempt(asked, False, lambda: planned, planned.plan.added_seconds)
 
 
 def _check_names(options: Options) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from roamc import budget
-from roamc.errors import BudgetError, OptionError
+from roamc.errors import BudgetError, OptionError, PlanError
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.planning import budget_search, search
@@ -35,6 +35,8 @@ CPU = torch.device("cpu")
         (" 12.5 % ", "12.5 %"),
         ("min", "min"),
         ("light", "light"),
+        ("+1%", "+1%"),
+        (" + 2.5 % ", "+ 2.5 %"),
         ("device", "device"),
         (" device ", "device"),
         (6e9, 6_000_000_000),
@@ -47,7 +49,28 @@ def test_budget_is_read(option: object, read: object) -> None:
     assert budget.parse_budget(option) == read
 
 
-@pytest.mark.parametrize("option", ["%", "-5%", "lots", "minimum", -1, True, [1], 0.5, "٨٠%", "٨٠", float("nan")])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "%",
+        "-5%",
+        "+%",
+        "++1%",
+        "+1",
+        "+-1%",
+        "1%+",
+        "+٨%",
+        "lots",
+        "minimum",
+        -1,
+        True,
+        [1],
+        0.5,
+        "٨٠%",
+        "٨٠",
+        float("nan"),
+    ],
+)
 def test_budget_without_sense_says_what_is_possible(option: object) -> None:
     with pytest.raises(OptionError, match=re.escape(budget.KINDS)):
         budget.parse_budget(option)
@@ -60,6 +83,19 @@ def test_budget_of_nothing_is_an_error(option: object) -> None:
         match=re.escape(f"is zero bytes; {budget.KINDS}"),
     ):
         budget.parse_budget(option)
+
+
+@pytest.mark.parametrize("option", ["+0%", "+ 0.0 %"])
+def test_budget_of_no_more_time_is_that_without_a_budget(option: str) -> None:
+    with pytest.raises(
+        OptionError, match=rf"{re.escape(option)}' adds no time, .*leave it out, or {re.escape(budget.KINDS)}"
+    ):
+        budget.parse_budget(option)
+
+
+def test_share_of_time_is_no_share_of_bytes() -> None:
+    assert [budget.added_share(one) for one in ("+1%", "+ 250%", "80%", "min", 7, None)] == [0.01, 2.5, 0, 0, 0, 0]
+    assert [budget.is_share(one) for one in ("+1%", "80%", "min", 7, None)] == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize("option", [0.8, 1.5, 1.0, 100.0, 2e6 + 0.5, "0.8", "1.5", float("inf")])
@@ -82,6 +118,7 @@ def test_budget_in_bytes() -> None:
     assert budget.resolve("12.5 %", 1000, CPU, 0) == 125
     assert budget.resolve("min", 1000, CPU, 0) == 0
     assert budget.resolve("light", 1000, CPU, 0) == 0
+    assert budget.resolve("+1%", 1000, CPU, 0) == 0
 
 
 def test_device_leaves_room_for_state_and_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +136,10 @@ class Guess:
     asked_bytes: int
     added_seconds: float
     strained: bool = False
+
+    @property
+    def asked_seconds(self) -> float:
+        return self.added_seconds
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -196,6 +237,77 @@ def test_lowest_plan_is_looked_for_so_often_and_no_more() -> None:
     asked.clear()
     budget_search.lower([Guess(100_000, 100_000, 0.0)], falling, dataclasses.replace(EFFORT, descents=2))
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_lowest_peak_within_a_time_is_as_low_as_that_of_all_targets(seed: int) -> None:
+    """Peaks come in steps down to one below which there is nothing; each lower one takes longer."""
+    rng = random.Random(seed)
+    lowest, step, seconds = rng.randint(1, 900), rng.choice((1, 10, 70)), rng.choice((0.5, 20, 300, 2000))
+    asked: list[int] = []
+
+    def attempt(target: int) -> Guess:
+        asked.append(target)
+        peak = max(lowest, target // step * step)
+        return Guess(peak, peak, (1000 - peak) * rng.choice((1, 1.2)), strained=peak > target)
+
+    peaks = {max(lowest, target // step * step) for target in range(1000)}
+    kept = budget_search.within(attempt, 1000, seconds)
+    assert len(asked) == EFFORT.time_rounds
+    assert kept == sorted(kept, key=lambda one: one.asked_bytes)
+    assert all(one.asked_seconds <= seconds and one.asked_bytes < 1000 for one in kept)
+    surely = [peak for peak in peaks if 1.2 * (1000 - peak) <= seconds]
+    if surely:
+        assert kept[0].asked_bytes <= min(surely) + step + 1000 / 2**EFFORT.time_rounds
+
+
+@pytest.mark.parametrize("route", ["step", "joint"])
+def test_share_of_time_is_kept_and_takes_less_the_more_it_is(route: str) -> None:
+    graph, inputs = model_graph("nanogpt-dropout", route)
+    percents = (1, 5)
+    budgets = (None, *(f"+{percent}%" for percent in percents))
+    programs = [search.run(copied(graph), Options(memory_budget=one)) for one in budgets]
+    needs = [planned.plan.needed_bytes for planned in programs]
+    assert needs[0] > needs[1] > needs[2]
+    for percent, planned in zip(percents, programs[1:], strict=True):
+        plan = planned.plan
+        assert plan.added_seconds <= plan.step_seconds * percent / 100
+        assert [value for label, value, _ in plan.rows() if label == "budget"] == [f"+{percent}%"]
+    results: list[Any] = []
+    for planned in (programs[0], programs[2]):
+        used = clones(inputs)
+        torch.manual_seed(2)
+        results.append([*run_program(planned, used), *used])
+    assert_same(*results, route)
+
+
+def test_bound_beside_a_share_of_time_is_below_every_plan_that_keeps_it() -> None:
+    graph = model_graph("nanogpt-dropout", "step")[0]
+    trials = search.PlanSearch(copied(graph), Options(), many=True)
+    plan = trials.fit(trials.terms_of("+2%")).plan
+    assert 0.6 * plan.needed_bytes < plan.least_bytes <= plan.needed_bytes
+    for share in range(35, 100, 10):
+        decision = trials.choice.decide(plan.baseline_bytes * share // 100)
+        assert decision.peak_bytes >= plan.least_bytes or decision.added_seconds > 0.02 * plan.step_seconds
+
+
+def test_plan_that_adds_more_than_its_share_of_time_is_refused() -> None:
+    graph = model_graph("nanogpt-dropout", "step")[0]
+    plan = search.run(copied(graph), Options(memory_budget="+4%")).plan
+    assert search.run(copied(graph), Options(), Plan.from_json(plan.to_json())).plan == plan
+    with pytest.raises(
+        PlanError, match=r"retain: the plan adds [34]\.\d\d% of the step's time, above memory_budget='\+1%'"
+    ):
+        search.run(copied(graph), Options(memory_budget="+1%"), plan)
+    with pytest.raises(PlanError, match=r"adds more of the step's time than its budget_added, 0\.01: "):
+        search.run(copied(graph), Options(), dataclasses.replace(plan, budget_added=plan.budget_added / 4))
+    with pytest.raises(PlanError, match="least_bytes above its needed_bytes"):
+        search.run(copied(graph), Options(), dataclasses.replace(plan, least_bytes=plan.needed_bytes + 1))
+
+
+def test_share_of_time_without_recomputation_is_no_budget() -> None:
+    plan = search.run(model_graph("nanogpt", "step")[0], Options(memory_budget="+5%", disable=("retain",))).plan
+    assert plan.budget_added == plan.added_seconds == 0
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])

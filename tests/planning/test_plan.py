@@ -123,7 +123,7 @@ def test_missing_field_is_named(name: str) -> None:
 
 TEXTS, MAPPINGS = ("name", "fingerprint", "device", "status"), ("versions", "fixed_bytes", "decisions")
 LISTS = ("notes",)
-TIMES = ("step_seconds", "added_seconds", "added_bound_seconds")
+TIMES = ("step_seconds", "added_seconds", "added_bound_seconds", "budget_added")
 KIND = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(MAPPINGS, dict), **dict.fromkeys(LISTS, list)}
 
 
