@@ -29,7 +29,9 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of the model or argument of the function; repeatable."),
 ]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam or adamw, if the function returns none.")]
+Optimizer = Annotated[
+    str | None, typer.Option("--optimizer", help="sgd, adam or adamw (the default), if the function returns none.")
+]
 Halves = Annotated[
     bool, typer.Option("--forward-backward", help="Plan forward and backward only, as torch.compile does.")
 ]
@@ -115,7 +117,7 @@ class Asked:
 
 def _asked(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
-    heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = "adamw",
+    heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = None,
     forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
     option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
     tp_plan: TpPlan = None, stage: StageNumber = None,

@@ -47,7 +47,7 @@ class Request:
         target: name of a built-in model, or ``FILE.py:function``.
         sizes: sizes of the model by name; None where the default is meant.
         sets: further settings of the model or arguments of the function, each as ``key=value``.
-        optimizer: name of the optimizer where the target brings none.
+        optimizer: name of the optimizer where the target brings none; None for AdamW there.
         forward_backward: whether to leave the update out.
         meta: whether to call the function of a file with the meta device as torch's default.
         clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; None for no clipping.
@@ -65,7 +65,7 @@ class Request:
     target: str
     sizes: Mapping[str, int | None] = field(default_factory=dict)
     sets: tuple[str, ...] = ()
-    optimizer: str = "adamw"
+    optimizer: str | None = None
     forward_backward: bool = False
     meta: bool = False
     clip_grad_norm: float | None = None
@@ -312,10 +312,10 @@ def workload_of(request: Request) -> Workload:
 
     Raises:
         OptionError: an unknown model, setting or optimizer; names the nearest; or stages do not divide the layers, or
-            there is no such stage.
+            there is no such stage; or the target brings an optimizer, and the request names one.
         CaptureError: the function of a file does not return what it should.
     """
-    if request.optimizer not in OPTIMIZERS:
+    if request.optimizer is not None and request.optimizer not in OPTIMIZERS:
         hint = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join(OPTIMIZERS)}"
         raise OptionError(f"unknown optimizer {request.optimizer!r}{hint}")
     settings = stage_settings(_settings(request), zoo.settings_of(request.target), _stage(request))
@@ -324,7 +324,9 @@ def workload_of(request: Request) -> Workload:
     else:
         workload = zoo.make(request.target, settings)
     if workload.optimizer is None:
-        workload = dataclasses.replace(workload, optimizer=OPTIMIZERS[request.optimizer])
+        workload = dataclasses.replace(workload, optimizer=OPTIMIZERS[request.optimizer or "adamw"])
+    elif request.optimizer is not None:
+        raise OptionError(f"{request.target} returns an optimizer: leave --optimizer {request.optimizer} out")
     if request.tp_plan:
         workload = dataclasses.replace(workload, tp_plan=_tp_plan(request))
     return workload

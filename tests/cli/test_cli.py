@@ -140,6 +140,20 @@ def test_optimizer_decides_the_state() -> None:
     assert fixed["adam"]["optimizer state"] == 2 * fixed["adam"]["parameter"]
 
 
+def test_optimizer_beside_that_of_the_function_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n"
+        "def make():\n"
+        "    loss = lambda model, x: model(x).sum()\n"
+        "    return torch.nn.Linear(2, 2), torch.ones(1, 2), loss, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)\n"
+    )
+    said = run("plan", f"{file}:make", "--optimizer", "adamw", code=1).stderr
+    assert said == f"error: {file}:make returns an optimizer: leave --optimizer adamw out\n"
+    fixed = json.loads(run("plan", f"{file}:make", "--json").stdout)["fixed_bytes"]
+    assert fixed["optimizer state"] == fixed["parameter"]
+
+
 def test_forward_backward_has_no_optimizer() -> None:
     data = json.loads(run("plan", "gpt", *SMALL, "--forward-backward", "--json").stdout)
     assert set(data["fixed_bytes"]) == {"parameter", "input"}
