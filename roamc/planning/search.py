@@ -29,7 +29,7 @@ from roamc.planning import budget_search, other_orders, pipeline
 from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
-from roamc.planning.plan import Plan
+from roamc.planning.plan import LARGEST, Plan
 from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
 from roamc.planning.planned import Planned, check_budget
@@ -188,22 +188,23 @@ class PlanSearch:
     def _lowest_within(self, terms: Terms) -> Planned:
         """Return the plan that needs least of those that add at most a share of the step's time.
 
-        The plan has a lower bound on what any choice of reruns and codecs that keeps to it needs.
+        The plan has a lower bound on what any choice of reruns and codecs that keeps to it needs. Layouts are those for
+        a budget that all of them keep: for one of 0, the last bytes would be bought with calls of the allocator, whose
+        time is not predicted.
         """
-        plain, share, choice = Terms(0, terms.allowed), terms.added_share, self._choice(terms.allowed)
-        planned = self._first(plain)
+        share, choice = terms.added_share, self._choice(terms.allowed)
+        planned = self._first(Terms(LARGEST, terms.allowed))
         needed, most = planned.plan.needed_bytes, share * planned.plan.step_seconds
         choice.forget()
-        attempt = functools.partial(self._attempt, plain)
+        attempt = functools.partial(self._attempt, Terms(needed, terms.allowed))
         for tried in budget_search.within(attempt, needed, most, self._maker.effort):
             lower = tried.planned.plan
             if lower.needed_bytes < needed and lower.added_seconds <= share * lower.step_seconds:  # overlap may differ
                 planned = tried.planned
                 break
         least = choice.least_bytes(most, planned.plan.needed_bytes)
-        return dataclasses.replace(
-            planned, plan=dataclasses.replace(planned.plan, budget_added=share, least_bytes=least)
-        )
+        plan = dataclasses.replace(planned.plan, budget_bytes=0, budget_added=share, least_bytes=least)
+        return dataclasses.replace(planned, plan=plan)
 
     def minimum(self, allowed: str = "all") -> Planned:
         """Return the plan of the smallest budget, as :mod:`roamc.planning.budget_search` defines it; made once.

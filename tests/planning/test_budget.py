@@ -272,6 +272,7 @@ def test_share_of_time_is_kept_and_takes_less_the_more_it_is(route: str) -> None
     for percent, planned in zip(percents, programs[1:], strict=True):
         plan = planned.plan
         assert plan.added_seconds <= plan.step_seconds * percent / 100
+        assert plan.arena_bytes > plan.needed_bytes / 2, "calls of the allocator would take time that is not predicted"
         assert [value for label, value, _ in plan.rows() if label == "budget"] == [f"+{percent}%"]
     results: list[Any] = []
     for planned in (programs[0], programs[2]):
