@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -173,7 +173,9 @@ def _table(memory: MemoryModel, graph: TrainGraph, options: Options) -> Table:
     """The storages as arrays; with what eager holds as a limit if there is no budget."""
     floor = graph.eager_floor if options.limit_bytes is None else None
     alignment = least_alignment(graph, options)
-    return make_table(memory, graph, alignment, floor=floor, idle=options.keeps_arena, effort=EFFORT)
+    price = EFFORT.allocator_price if options.limit_bytes is None else EFFORT.budget_price
+    effort = replace(EFFORT, allocator_price=price)
+    return make_table(memory, graph, alignment, floor=floor, idle=options.keeps_arena, effort=effort)
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
