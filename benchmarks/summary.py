@@ -71,6 +71,29 @@ def frontier(rows: Rows, model: str = "gpt") -> list[str]:
     ]
 
 
+def one_percent(rows: Rows) -> list[str]:
+    """What a budget of 1 % more time buys, for every model of the table of budgets."""
+    by_name = {(row["model"], row["kind"]): row for row in rows}
+    models = [model for model, kind in by_name if kind == ONE_PERCENT]
+    return [
+        'With `memory_budget="+1%"`, the lowest peak for at most 1 % more predicted time, measured in the same way:',
+        "",
+        *markdown(
+            "model | eager (MB) | torch.compile | `train_step` | `train_step`, +1% | time / no budget | time / eager",
+            (_one_percent_row(by_name, model) for model in models),
+        ),
+    ]
+
+
+ONE_PERCENT = "train_step@+1%"
+
+
+def _one_percent_row(by_name: dict[tuple[str, str], dict[str, Any]], model: str) -> Cells:
+    peaks = (by_name[model, kind]["measured"] for kind in ("eager", "inductor", "train_step", ONE_PERCENT))
+    time = by_name[model, ONE_PERCENT]["time"]
+    return [model, *map(megabytes, peaks), f"{time['of free']:.2f}", f"{time['of eager']:.2f}"]
+
+
 def _frontier_row(row: dict[str, Any]) -> Cells:
     if "refused" in row:
         return [row["kind"], f"refused: needs {megabytes(row['refused'])}", *"–––"]

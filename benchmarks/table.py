@@ -35,6 +35,7 @@ def short() -> str:
         summary.peaks(_rows_of("peak")),
         _speed(_rows_of("speed")),
         summary.frontier(_budget_rows(_rows_of("budget"))),
+        summary.one_percent(_budget_rows(_rows_of("budget"))),
         summary.kept(_rows_of("kept")),
         _saving(order),
         summary.rivals(_rows_of("retain_rivals")),
