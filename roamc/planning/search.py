@@ -188,12 +188,13 @@ class PlanSearch:
     def _lowest_within(self, terms: Terms) -> Planned:
         """Return the plan that needs least of those that add at most a share of the step's time.
 
-        The plan has a lower bound on what any choice of reruns and codecs that keeps to it needs. Layouts are those for
-        a budget that all of them keep: for one of 0, the last bytes would be bought with calls of the allocator, whose
-        time is not predicted.
+        If none of these needs less than the plan without a budget, it is that one; but a plan under a limit where that
+        one gathers twice, which counts as added time. The plan has a lower bound on what any choice of reruns and
+        codecs that keeps to the share needs. Layouts are those for a budget that all of them keep: for one of 0, the
+        last bytes would be bought with calls of the allocator, whose time is not predicted.
         """
         share, choice = terms.added_share, self._choice(terms.allowed)
-        planned = self._first(Terms(LARGEST, terms.allowed))
+        planned = self._first(Terms(LARGEST if self._once(terms.allowed) else None, terms.allowed))
         needed, most = planned.plan.needed_bytes, share * planned.plan.step_seconds
         choice.forget()
         attempt = functools.partial(self._attempt, Terms(needed, terms.allowed))
@@ -202,7 +203,7 @@ class PlanSearch:
             if lower.needed_bytes < needed and lower.added_seconds <= share * lower.step_seconds:  # overlap may differ
                 planned = tried.planned
                 break
-        least = choice.least_bytes(most, planned.plan.needed_bytes)
+        least = choice.least_bytes(share * self._alone(terms.allowed), planned.plan.needed_bytes)
         plan = dataclasses.replace(planned.plan, budget_bytes=0, budget_added=share, least_bytes=least)
         return dataclasses.replace(planned, plan=plan)
 
