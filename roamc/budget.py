@@ -12,8 +12,8 @@ from roamc.units import Bytes, parse_bytes
 
 Budget = Bytes | str
 """A budget: bytes; a share of what eager holds, such as ``"80%"``; ``"min"`` for the lowest peak; ``"light"`` for the
-lowest without heavy operators run again; ``"+1%"`` for the lowest that adds at most that share of the step's time;
-``"device"`` for what the device has free."""
+lowest without heavy operators run again; ``"+1%"`` for the lowest of plans that add at most that share of the
+step's time; ``"device"`` for what the device has free."""
 
 LIGHT = "light"
 """The budget for the lowest peak if only light operators run again, see :data:`roamc.operators.costs.kinds.LIGHT`."""
@@ -39,7 +39,7 @@ def parse_budget(budget: object) -> Budget | None:
     """Check a budget, and turn a size such as ``"6GiB"`` into bytes; None, shares and names are returned as they are.
 
     Raises:
-        OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``.
+        OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``; or it is 0.
     """
     budget = budget.strip() if isinstance(budget, str) else budget
     if budget is None or budget in ("min", LIGHT, "device"):
@@ -60,7 +60,7 @@ def parse_budget(budget: object) -> Budget | None:
 
 def is_share(budget: Budget | None) -> bool:
     """Whether a budget is a share of what eager holds, such as ``"80%"``."""
-    return isinstance(budget, str) and budget.endswith("%") and not added_share(budget)
+    return isinstance(budget, str) and _SHARE.fullmatch(budget) is not None
 
 
 def added_share(budget: Budget | None) -> float:

@@ -32,10 +32,10 @@ class Plan:
         versions: "roamc" and "torch" to the version that the plan was made with.
         threads: number of torch's threads on a CPU for which ``needed_bytes`` is counted: some operators have buffers
             for each.
-        budget_bytes: the budget that was asked for; 0 for none, or for the lowest peak.
+        budget_bytes: the budget that was asked for; 0 for none, for the lowest peak, or for a share of time.
         budget_added: most time that the plan was allowed to add, as a fraction of ``step_seconds``; 0 for any.
-        least_bytes: lower bound of ``needed_bytes`` for any choice of reruns and codecs that adds no more; 0 where
-            ``budget_added`` is.
+        least_bytes: lower bound of ``needed_bytes`` for any choice of reruns and codecs that adds no more, in any
+            order; 0 where it is not known, or where ``budget_added`` is 0.
         peak_bytes: predicted peak of everything that the step allocates: the arena without what is trimmed at that
             time, and outside it outputs, results left with the allocator, and results on their way into the arena.
             Parameters, optimizer state and inputs are not in it, nor what operators take for themselves.
@@ -185,8 +185,9 @@ class Plan:
         return (budget, added)
 
     def _budget_remark(self) -> str:
-        if self.least_bytes:
-            return f"of the step's time; any choice that keeps to it needs at least {format_bytes(self.least_bytes)}"
+        if self.budget_added:
+            bound = f"; lower bound of any plan within it {format_bytes(self.least_bytes)}" if self.least_bytes else ""
+            return f"of the step's time{bound}"
         if not self.budget_bytes or self.needed_bytes <= self.budget_bytes:
             return ""
         return f"exceeded: {format_bytes(self.needed_bytes)} needed"

@@ -2,8 +2,8 @@
 
 What a plan does is checked where it is applied; here, whether the user's options allow its last bits. Its numbers are
 what budgets are compared with and users are shown. Nothing here can tell that no order is below a plan's
-``bound_bytes`` and no choice of reruns below ``bound_seconds``, which takes a search, nor that seconds are those of a
-profile.
+``bound_bytes`` and no choice of reruns below ``bound_seconds`` or ``least_bytes``, which takes a search, nor that
+seconds are those of a profile.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def check_options(planned: Planned, options: Options) -> None:
         PlanError: values are split along the tokens, or by class, and ``options.shard`` is not "sequence"; or the arena
             has a smaller alignment than the options ask for; or the plan adds more time than the budget allows.
     """
-    share, plan = added_share(options.memory_budget), planned.plan
-    if share and plan.added_seconds > share * plan.step_seconds:
+    share = added_share(options.memory_budget)
+    if share and not _keeps_share(planned.plan, share):
         raise PlanError(
-            f"{retain.NAME}: the plan adds {plan.added_seconds / plan.step_seconds:.2%} of the step's time, above "
-            f"memory_budget={options.memory_budget!r}: plan again"
+            f"{retain.NAME}: the plan adds {_added(planned.plan)}, above memory_budget={options.memory_budget!r}: "
+            "plan again"
         )
     split = planned.plan.decisions.get(shard.NAME, {})
     if options.shard != "sequence" and (split.get("regions") or split.get("classes")):
@@ -127,15 +127,35 @@ def check_numbers(plan: Plan, planned: Planned) -> None:
 
 
 def _check_share_of_time(plan: Plan) -> None:
-    """Refuse a plan that adds more time than it was allowed to, or has a lower bound above its peak.
+    """Refuse a plan that adds more time than its ``budget_added``, or has numbers that do not go with a share of time.
 
     Raises:
         PlanError: names the field, with its value.
     """
+    if plan.budget_added and plan.budget_bytes:
+        raise PlanError(
+            f"the plan has budget_added {plan.budget_added} and budget_bytes {plan.budget_bytes}, which are two "
+            "budgets: plan again"
+        )
+    if plan.least_bytes and not plan.budget_added:
+        raise PlanError(f"the plan has least_bytes {plan.least_bytes} and no budget_added: plan again")
     if plan.least_bytes > plan.needed_bytes:
-        raise PlanError(f"the plan has least_bytes above its needed_bytes, {plan.least_bytes} and {plan.needed_bytes}")
-    if plan.budget_added and plan.added_seconds > plan.budget_added * plan.step_seconds:
-        raise PlanError(f"the plan adds more of the step's time than its budget_added, {plan.budget_added}: plan again")
+        raise PlanError(
+            f"the plan has least_bytes above its needed_bytes, {plan.least_bytes} and {plan.needed_bytes}: plan again"
+        )
+    if plan.budget_added and not _keeps_share(plan, plan.budget_added):
+        raise PlanError(f"the plan adds {_added(plan)}, above its budget_added, {plan.budget_added}: plan again")
+
+
+def _keeps_share(plan: Plan, share: float) -> bool:
+    return plan.added_seconds <= share * plan.step_seconds
+
+
+def _added(plan: Plan) -> str:
+    """The added time of ``plan`` in words; a plan may say that its step takes no time."""
+    if not plan.step_seconds:
+        return f"{plan.added_seconds} s to a step of 0 s"
+    return f"{plan.added_seconds / plan.step_seconds:.2%} of the step's time"
 
 
 def for_threads(planned: Planned, threads: int) -> Planned:

@@ -79,13 +79,26 @@ def run(
     check_options(planned, options)
     check_numbers(plan, planned)
     planned = for_threads(planned, torch.get_num_threads())
-    budgeted = dataclasses.replace(
-        planned.plan,
-        budget_bytes=limit or plan.budget_bytes,
-        budget_added=maker.added_share or plan.budget_added,
-        least_bytes=plan.least_bytes if maker.added_share in (0, plan.budget_added) else 0,
-    )
-    return _finished(dataclasses.replace(planned, plan=budgeted), maker, limit, begun)
+    planned = dataclasses.replace(planned, plan=_under_terms(planned.plan, plan, maker.terms))
+    return _finished(planned, maker, limit, begun)
+
+
+def _under_terms(counted: Plan, given: Plan, terms: Terms) -> Plan:
+    """Return ``counted`` with the budget that ``terms`` ask for, and with that of ``given`` if they name none.
+
+    A lower bound on the bytes for one share of time holds for smaller shares, too.
+
+    Args:
+        counted: the plan that was counted from the graph.
+        given: the plan from elsewhere whose decisions ``counted`` has.
+        terms: the terms of the user's options.
+    """
+    size, added, least = given.budget_bytes, given.budget_added, given.least_bytes
+    if terms.limit:
+        size, added, least = terms.limit, 0.0, 0
+    elif terms.added_share:
+        size, added, least = 0, terms.added_share, least if terms.added_share <= added else 0
+    return dataclasses.replace(counted, budget_bytes=size, budget_added=added, least_bytes=least)
 
 
 class PlanSearch:
