@@ -32,9 +32,9 @@ class Options:
     Attributes:
         memory_budget: most bytes that the step may allocate, such as "6GiB"; "80%" of what eager needs; "min" for the
             lowest peak; "light" for the lowest peak without recomputing matrix products, convolutions, attention and
-            other heavy operators; "+1%" for the lowest peak that adds at most that share of the step's predicted time;
-            "device" for the device's free memory. If no plan fits, it is refused before anything runs. None recomputes
-            only where that costs no time.
+            other heavy operators; "+1%" for the lowest peak of plans that add at most that share of the step's
+            predicted time; "device" for the device's free memory. If no plan fits, it is refused before anything runs.
+            None recomputes only where that costs no time.
         alignment: bytes, a power of two; every tensor of the arena starts at a multiple, at least of its element size.
             0 uses the device's own; a smaller one may change the last bits of MKL's matrix products.
         layout_nodes: node limit of the layout's tree search; 0 skips it.

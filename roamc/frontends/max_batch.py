@@ -58,8 +58,8 @@ def max_batch(
 
     Raises:
         BudgetError: not even the smallest size fits.
-        OptionError: an option is unknown or out of range, or the budget is a share of what eager needs, which grows
-            with the batch.
+        OptionError: an option is unknown or out of range, or the budget is neither in bytes nor "device"; others, such
+            as "80%", "min" or "+1%", limit no batch.
         CaptureError: the function returns something else, a model built outside of it, or the same step for all sizes.
     """
     parsed = parse_options({**options, "memory_budget": memory_budget})
