@@ -140,6 +140,12 @@ def test_optimizer_decides_the_state() -> None:
     assert fixed["adam"]["optimizer state"] == 2 * fixed["adam"]["parameter"]
 
 
+def test_several_budgets_without_recomputation_have_no_added_time() -> None:
+    budgets = ("--memory-budget", "+2%", "--memory-budget", "100%")
+    *_, first, second = run("plan", "gpt", *SMALL, *budgets, "--option", "disable=retain").stdout.splitlines()
+    assert (first.split()[0], first.count("%"), second.split()[0], second.count("%")) == ("+2%", 1, "100%", 1)
+
+
 def test_optimizer_beside_that_of_the_function_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
