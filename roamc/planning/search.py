@@ -212,10 +212,12 @@ class PlanSearch:
         choice.forget()
         attempt = functools.partial(self._attempt, Terms(needed, terms.allowed))
         for tried in budget_search.within(attempt, needed, most, self._maker.effort):
+            if tried.asked_bytes + cost.objects(tried.asked_bytes) >= planned.plan.needed_bytes:
+                break  # this one and those behind it can hardly need less
             lower = tried.planned.plan
-            if lower.needed_bytes < needed and lower.added_seconds <= share * lower.step_seconds:  # overlap may differ
+            keeps = lower.added_seconds <= share * lower.step_seconds  # overlap may differ
+            if keeps and lower.needed_bytes < planned.plan.needed_bytes:
                 planned = tried.planned
-                break
         least = choice.least_bytes(share * self._alone(terms.allowed), planned.plan.needed_bytes)
         plan = dataclasses.replace(planned.plan, budget_bytes=0, budget_added=share, least_bytes=least)
         return dataclasses.replace(planned, plan=plan)
