@@ -30,8 +30,8 @@ KINDS = (
 )
 """What a budget may be, for messages."""
 
-_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
-_ADDED = re.compile(r"\+\s*(\d+(?:\.\d+)?)\s*%", re.ASCII)
+_SHARE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*%", re.ASCII)
+_ADDED = re.compile(r"\+\s*(\d{1,15}(?:\.\d+)?)\s*%", re.ASCII)
 _FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 
 

@@ -60,6 +60,8 @@ def test_budget_is_read(option: object, read: object) -> None:
         "+1",
         "+-1%",
         "1%+",
+        "9" * 400 + "%",
+        "+" + "9" * 400 + "%",
         "+٨%",
         "lots",
         "minimum",
