@@ -202,12 +202,14 @@ class PlanSearch:
         """Return the plan that needs least of those that add at most a share of the step's time.
 
         If none of these needs less than the plan without a budget, it is that one; but a plan under a limit where that
-        one gathers twice, which counts as added time. The plan has a lower bound on what any choice of reruns and
-        codecs that keeps to the share needs. Layouts are those for a budget that all of them keep: for one of 0, the
-        last bytes would be bought with calls of the allocator, whose time is not predicted.
+        one gathers twice and takes more than the share for it. The plan has a lower bound on what any choice of reruns
+        and codecs that keeps to the share needs. Layouts are those for a budget that all of them keep: for one of 0,
+        the last bytes would be bought with calls of the allocator, whose time is not predicted.
         """
         share, choice = terms.added_share, self._choice(terms.allowed)
-        planned = self._first(Terms(LARGEST if self._once(terms.allowed) else None, terms.allowed))
+        planned = self._first(Terms(None, terms.allowed))
+        if self.counted(planned.plan).added_seconds > share * planned.plan.step_seconds:
+            planned = self._first(Terms(LARGEST, terms.allowed))
         needed, most = planned.plan.needed_bytes, share * planned.plan.step_seconds
         choice.forget()
         attempt = functools.partial(self._attempt, Terms(needed, terms.allowed))
