@@ -30,9 +30,6 @@ from roamc.solvers.retain import RetainSolution, validate
 from roamc.solvers.status import Status
 from roamc.units import Bytes, Seconds
 
-BOUND_PARTS = 1000
-"""Parts of a peak to which :meth:`Choice.least_bytes` is exact; each doubling asks for one more bound."""
-
 
 def once(graph: TrainGraph, allowed: str) -> tuple[tuple[str, str], ...]:
     """Return the gathers that do not run under a budget unless the choice runs those of forward again.
@@ -140,15 +137,16 @@ class Choice:
         """
         return tuple(self._decision(one, one.peak_bytes) for one in self.search.lowest(together=together))
 
-    def least_bytes(self, seconds: Seconds, needed_bytes: Bytes) -> Bytes:
+    def least_bytes(self, seconds: Seconds, needed_bytes: Bytes, tolerance: Bytes) -> Bytes:
         """Return a lower bound on the live bytes, workspace included, of any choice that adds at most ``seconds``.
 
         Args:
             seconds: most added time.
             needed_bytes: what a choice needs that adds no more; the bound is at most that.
+            tolerance: bytes by which the bound may be below the best that the search's bounds prove.
         """
         beyond, within = -1, needed_bytes
-        while within - beyond > 1 + needed_bytes // BOUND_PARTS:
+        while within - beyond > 1 + tolerance:
             peak = (beyond + within) // 2
             beyond, within = (peak, within) if self.search.bounds.seconds(peak) > seconds else (beyond, peak)
         return beyond + 1

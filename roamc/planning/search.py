@@ -206,21 +206,22 @@ class PlanSearch:
         and codecs that keeps to the share needs. Layouts are those for a budget that all of them keep: for one of 0,
         the last bytes would be bought with calls of the allocator, whose time is not predicted.
         """
-        share, choice = terms.added_share, self._choice(terms.allowed)
+        share, choice, effort = terms.added_share, self._choice(terms.allowed), self._maker.effort
         planned = self._first(Terms(None, terms.allowed))
         if self.counted(planned.plan).added_seconds > share * planned.plan.step_seconds:
             planned = self._first(Terms(LARGEST, terms.allowed))
         needed, most = planned.plan.needed_bytes, share * planned.plan.step_seconds
         choice.forget()
         attempt = functools.partial(self._attempt, Terms(needed, terms.allowed))
-        for tried in budget_search.within(attempt, needed, most, self._maker.effort):
+        for tried in budget_search.within(attempt, needed, most, effort):
             if tried.asked_bytes + cost.objects(tried.asked_bytes) >= planned.plan.needed_bytes:
                 break  # this one and those behind it can hardly need less
             lower = tried.planned.plan
             keeps = lower.added_seconds <= share * lower.step_seconds  # overlap may differ
             if keeps and lower.needed_bytes < planned.plan.needed_bytes:
                 planned = tried.planned
-        least = choice.least_bytes(share * self._alone(terms.allowed), planned.plan.needed_bytes)
+        lowest = planned.plan.needed_bytes
+        least = choice.least_bytes(share * self._alone(terms.allowed), lowest, effort.aligned(lowest))
         plan = dataclasses.replace(planned.plan, budget_bytes=0, budget_added=share, least_bytes=least)
         return dataclasses.replace(planned, plan=plan)
 
