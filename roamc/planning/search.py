@@ -83,17 +83,17 @@ def run(
     return _finished(planned, maker, limit, begun)
 
 
-def _under_terms(counted: Plan, given: Plan, terms: Terms) -> Plan:
-    """Return ``counted`` with the budget that ``terms`` ask for, and with that of ``given`` if they name none.
+def _under_terms(counted: Plan, loaded: Plan, terms: Terms) -> Plan:
+    """Return ``counted`` with the budget that ``terms`` ask for, and with that of ``loaded`` if they name none.
 
     A lower bound on the bytes for one share of time holds for smaller shares, too.
 
     Args:
         counted: the plan that was counted from the graph.
-        given: the plan from elsewhere whose decisions ``counted`` has.
+        loaded: the plan from elsewhere whose decisions ``counted`` has.
         terms: the terms of the user's options.
     """
-    size, added, least = given.budget_bytes, given.budget_added, given.least_bytes
+    size, added, least = loaded.budget_bytes, loaded.budget_added, loaded.least_bytes
     if terms.limit:
         size, added, least = terms.limit, 0.0, 0
     elif terms.added_share:
