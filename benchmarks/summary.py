@@ -71,6 +71,10 @@ def frontier(rows: Rows, model: str = "gpt") -> list[str]:
     ]
 
 
+ONE_PERCENT = "train_step@+1%"
+"""The program of :func:`one_percent`."""
+
+
 def one_percent(rows: Rows) -> list[str]:
     """What a budget of 1 % more time buys, for every model of the table of budgets."""
     by_name = {(row["model"], row["kind"]): row for row in rows}
@@ -83,9 +87,6 @@ def one_percent(rows: Rows) -> list[str]:
             (_one_percent_row(by_name, model) for model in models),
         ),
     ]
-
-
-ONE_PERCENT = "train_step@+1%"
 
 
 def _one_percent_row(by_name: dict[tuple[str, str], dict[str, Any]], model: str) -> Cells:

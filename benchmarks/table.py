@@ -29,13 +29,13 @@ def full() -> str:
 
 def short() -> str:
     """What the README shows."""
-    order = _rows_of("order_layout")
+    order, budgets = _rows_of("order_layout"), _budget_rows(_rows_of("budget"))
     parts = [
         [f"{_machine()} All tables are in [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."],
         summary.peaks(_rows_of("peak")),
         _speed(_rows_of("speed")),
-        summary.frontier(_budget_rows(_rows_of("budget"))),
-        summary.one_percent(_budget_rows(_rows_of("budget"))),
+        summary.frontier(budgets),
+        summary.one_percent(budgets),
         summary.kept(_rows_of("kept")),
         _saving(order),
         summary.rivals(_rows_of("retain_rivals")),

@@ -31,7 +31,7 @@ KINDS = (
 """What a budget may be, for messages."""
 
 _SHARE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*%", re.ASCII)
-_ADDED = re.compile(r"\+\s*(\d{1,15}(?:\.\d+)?)\s*%", re.ASCII)
+_ADDED = re.compile(rf"\+\s*{_SHARE.pattern}", re.ASCII)
 _FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 
 

@@ -94,6 +94,10 @@ class Plan:
         """Bytes of the arena above the most live bytes in it, as a fraction of these: arena / live - 1."""
         return self.arena_bytes / self.live_bytes - 1 if self.live_bytes else 0.0
 
+    def adds_at_most(self, share: float) -> bool:
+        """Whether the plan adds at most ``share`` of the predicted time of the step; 0.01 is 1 %."""
+        return self.added_seconds <= share * self.step_seconds
+
     @property
     def waiting_bytes(self) -> Bytes:
         """Bytes that other micro-batches of a pipeline have saved; 0 where there are none."""

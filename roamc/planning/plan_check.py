@@ -83,7 +83,7 @@ def check_options(planned: Planned, options: Options) -> None:
             has a smaller alignment than the options ask for; or the plan adds more time than the budget allows.
     """
     share = added_share(options.memory_budget)
-    if share and not _keeps_share(planned.plan, share):
+    if share and not planned.plan.adds_at_most(share):
         raise PlanError(
             f"{retain.NAME}: the plan adds {_added(planned.plan)}, above memory_budget={options.memory_budget!r}: "
             "plan again"
@@ -143,12 +143,8 @@ def _check_share_of_time(plan: Plan) -> None:
         raise PlanError(
             f"the plan has least_bytes above its needed_bytes, {plan.least_bytes} and {plan.needed_bytes}: plan again"
         )
-    if plan.budget_added and not _keeps_share(plan, plan.budget_added):
+    if plan.budget_added and not plan.adds_at_most(plan.budget_added):
         raise PlanError(f"the plan adds {_added(plan)}, above its budget_added, {plan.budget_added}: plan again")
-
-
-def _keeps_share(plan: Plan, share: float) -> bool:
-    return plan.added_seconds <= share * plan.step_seconds
 
 
 def _added(plan: Plan) -> str:

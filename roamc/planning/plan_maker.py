@@ -133,8 +133,7 @@ class PlanMaker:
         fingerprint: hash of the captured graph.
         eager_needs: bytes that eager PyTorch takes at its worst step: workspaces, tensor objects and what other
             micro-batches in flight have saved included.
-        allowed: the operators that may be recomputed, see :class:`Terms`.
-        added_share: most time that a plan may add, see :class:`Terms`.
+        terms: the terms that plans are made for; their limit is the budget of the options.
         effort: limits of the search for a plan, and which differences it ignores.
         splits: whether pass overlap may split collectives.
         products: FLOPs of the captured graph, for the utilisation of a GPU; none for a CPU, whose peak rate no profile
@@ -144,8 +143,7 @@ class PlanMaker:
     runner: Runner
     fingerprint: str
     eager_needs: Bytes = 0
-    allowed: str = "all"
-    added_share: float = 0.0
+    terms: Terms = Terms(None)
     effort: Effort = EFFORT
     splits: bool = True
     products: utilisation.Products = field(default_factory=dict)
@@ -155,15 +153,10 @@ class PlanMaker:
         """The user's options, with the budget in bytes."""
         return self.runner.options
 
-    @property
-    def terms(self) -> Terms:
-        """The terms that plans are made for."""
-        return Terms(self.options.limit_bytes, self.allowed, self.added_share)
-
     def under(self, terms: Terms) -> PlanMaker:
         """Return a maker that differs only in its terms."""
         changed = self._with(dataclasses.replace(self.options, memory_budget=terms.limit))
-        return dataclasses.replace(changed, allowed=terms.allowed, added_share=terms.added_share)
+        return dataclasses.replace(changed, terms=terms)
 
     @property
     def in_program_order(self) -> PlanMaker:
@@ -213,7 +206,8 @@ class PlanMaker:
         if whole is not None and _splits(end) and self._takes_more(end):
             plain = dataclasses.replace(self, splits=False)._laid_out(whole)
             if self._size(end) > self._size(plain):  # by choice of the layout, maybe
-                end = self.under(Terms(plain.decisions[layout.NAME].needed_bytes, self.allowed))._layout_again(end)
+                limit = plain.decisions[layout.NAME].needed_bytes
+                end = self.under(dataclasses.replace(self.terms, limit=limit))._layout_again(end)
             end = min(end, plain, key=self._size)
         begun = time.perf_counter()
         layout_judge.check_layout(end.graph)

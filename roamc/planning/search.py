@@ -208,7 +208,7 @@ class PlanSearch:
         """
         share, choice, effort = terms.added_share, self._choice(terms.allowed), self._maker.effort
         planned = self._first(Terms(None, terms.allowed))
-        if self.counted(planned.plan).added_seconds > share * planned.plan.step_seconds:
+        if not self.counted(planned.plan).adds_at_most(share):
             planned = self._first(Terms(LARGEST, terms.allowed))
         needed, most = planned.plan.needed_bytes, share * planned.plan.step_seconds
         choice.forget()
@@ -216,10 +216,10 @@ class PlanSearch:
         for tried in budget_search.within(attempt, needed, most, effort):
             if tried.asked_bytes + cost.objects(tried.asked_bytes) >= planned.plan.needed_bytes:
                 break  # this one and those behind it can hardly need less
-            lower = tried.planned.plan
-            keeps = lower.added_seconds <= share * lower.step_seconds  # overlap may differ
-            if keeps and lower.needed_bytes < planned.plan.needed_bytes:
-                planned = tried.planned
+            lower = tried.planned
+            keeps = lower.plan.adds_at_most(share)  # overlap may differ
+            if keeps and lower.plan.needed_bytes < planned.plan.needed_bytes:
+                planned = lower
         lowest = planned.plan.needed_bytes
         least = choice.least_bytes(share * self._alone(terms.allowed), lowest, effort.aligned(lowest))
         plan = dataclasses.replace(planned.plan, budget_bytes=0, budget_added=share, least_bytes=least)
