@@ -8,6 +8,10 @@ what a graph with them has more than one without. Of m micro-batches and stages 
 
     iteration = m longest + (sum of all stages - longest) / v + update                Times.iteration()
 
+Gradients are summed over the micro-batches in float32, in the products that make them (Megatron-LM's main_grad and
+gradient_accumulation_fusion): that reads and writes 4 bytes a parameter where a planned graph, which is one micro-batch,
+writes 2.
+
 Two constants of the profile a100 are fitted to two values of the paper, forward and backward of a layer of the 22 G
 model (7.7 and 11.9 ms, table 4): the rate of products and the bandwidth of memory. Links, launches and all else are the
 profile's. Nothing is fitted to the iterations.
@@ -49,6 +53,8 @@ PLANNED = ("full", "both")
 VOCAB = 51200
 COPIED = 6
 """Bytes that copy a parameter from float32, in which it is updated, to 16 bits."""
+SUMMED = 6
+"""Bytes that it takes to add a gradient to a sum in float32, more than to write it in 16 bits."""
 
 
 class _Loss(torch.autograd.Function):
@@ -176,7 +182,7 @@ class Times:
     """Seconds of the parts of an iteration, of one micro-batch and rank but for the update.
 
     Attributes:
-        layer: forward and backward of a layer.
+        layer: forward and backward of a layer; here and below, gradients are added to those of other micro-batches.
         embedding: of the embedding.
         head: of the last norm, the head and the loss.
         sent: what a part of a stage sends to the next and, backward, to the one before.
@@ -204,15 +210,16 @@ class Times:
 
 def times_of(name: str, row: Row, profile: DeviceProfile) -> Times:
     """The times of a model's parts by ``profile``."""
-    sizes = sizes_of(name)
-    two = planned(sizes, 2, row)
+    sizes, shape = sizes_of(name), ITERATIONS[name]
+    two, count = planned(sizes, 2, row), Parameters.of_rank(sizes)
     inner = seconds(two, profile)
+    per_gradient = SUMMED / profile.bandwidth
     return Times(
-        layer=seconds(planned(sizes, 3, row), profile) - inner,
-        embedding=seconds(planned(sizes, 2, row, first=True), profile) - inner,
-        head=seconds(planned(sizes, 2, row, last=True), profile) - inner,
+        layer=seconds(planned(sizes, 3, row), profile) - inner + count.layer * per_gradient,
+        embedding=seconds(planned(sizes, 2, row, first=True), profile) - inner + count.embedding * per_gradient,
+        head=seconds(planned(sizes, 2, row, last=True), profile) - inner + count.head * per_gradient,
         sent=sent_seconds(sizes, row, profile),
-        update=update_seconds(parameters(sizes, ITERATIONS[name]), profile),
+        update=update_seconds(shape.layers // shape.stages * count.layer + count.embedding, profile),
     )
 
 
@@ -229,11 +236,19 @@ def sent_seconds(sizes: Mapping[str, Any], row: Row, profile: DeviceProfile) -> 
     return 2 * (once + (0.0 if row.shard == "sequence" else gathered))
 
 
-def parameters(sizes: Mapping[str, Any], shape: Iteration) -> int:
-    """Parameters of one rank of the first stage, which has the embedding: the stage with most of them."""
-    width, seq = sizes["width"], sizes["seq"]
-    layer = 12 * width * width // RANKS
-    return shape.layers // shape.stages * layer + VOCAB // RANKS * width + seq * width
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters a rank has: of the matrices of a layer, of the embedding, of the head."""
+
+    layer: int
+    embedding: int
+    head: int
+
+    @staticmethod
+    def of_rank(sizes: Mapping[str, Any]) -> Parameters:
+        """Count those of a model with ``sizes``; the embedding has the positions as well, whole."""
+        width, head = sizes["width"], VOCAB // RANKS * sizes["width"]
+        return Parameters(12 * width * width // RANKS, head + sizes["seq"] * width, head)
 
 
 class _Flat(nn.Module):

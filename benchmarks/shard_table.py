@@ -147,8 +147,8 @@ def _iterations(rows: Rows) -> list[str]:
     return [
         "",
         "Seconds of an iteration, as `python -m benchmarks.shard_iteration` adds them up: micro-batches of the longest "
-        "stage, the pipeline's idle time, what stages send, embedding, head and loss split among the ranks, and AdamW "
-        "with clipping in float32. Here two constants of the profile are fitted, to the 7.7 and 11.9 ms of forward and "
+        "stage, the pipeline's idle time, what stages send, embedding, head and loss split among the ranks, sums of "
+        "gradients over the micro-batches and AdamW with clipping, both in float32. Here two constants of the profile are fitted, to the 7.7 and 11.9 ms of forward and "
         f"backward of a layer of the model of 22 G: products at {factors['flops']:.3f} times its rate, memory at "
         f"{factors['bandwidth']:.3f} times its bandwidth. Utilisation is that of model FLOPs and of hardware FLOPs by "
         "the paper's formulas for these seconds; `*` that for the published seconds.",
