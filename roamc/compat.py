@@ -159,12 +159,18 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
 
     The Python dispatcher is on: operators decompose as inside AOTAutograd. Autocast caches casts where it does for the
     caller; torch's tracer turns that off. The caller's thread traces backward, not the one that autograd has for a GPU.
+    The module's code is written when it is first called, as in :func:`lazy_module`.
     """
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
     function = _with_autocast_cache(function, torch.is_autocast_cache_enabled())
     lines = fx.traceback.preserve_node_meta(), _lines_of_callers(), _no_line_left_over()
     here = torch.autograd.set_multithreading_enabled(False)
     try:
-        with mode, enable_python_dispatcher(), lines[0], lines[1], lines[2], checkpoints_followed(), quiet_meta(), here:
+        with (
+            mode, enable_python_dispatcher(), lines[0], lines[1], lines[2], checkpoints_followed(), quiet_meta(), here,
+            _use_lazy_graph_module(True),
+        ):  # fmt: skip
             return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
     finally:
         if isinstance(mode, CaptureMode):

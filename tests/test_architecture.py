@@ -27,6 +27,7 @@ FLOOR = tuple(
             "compat_modules",
             "compat_onednn",
             "compat_operators",
+            "compat_repeats",
             "decode",
             "errors",
             "files",
@@ -104,6 +105,7 @@ KNOW_PASSES = (
 READ_ADDRESSES = {
     "roamc.compat.identity": (
         "roamc.compat",
+        "roamc.compat_repeats",
         "roamc.capture",
         "roamc.frontends",  # there of real tensors
         "roamc.graph.storage_ids",
@@ -115,7 +117,10 @@ READ_ADDRESSES = {
 # The modules that may name what torch keeps to itself.
 COMPAT = (
     "roamc.compat",
-    *(f"roamc.compat_{of}" for of in ("aot", "dtensor", "dynamo", "fsdp", "groups", "hooks", "onednn", "operators")),
+    *(
+        f"roamc.compat_{of}"
+        for of in ("aot", "dtensor", "dynamo", "fsdp", "groups", "hooks", "onednn", "operators", "repeats")
+    ),
 )
 
 

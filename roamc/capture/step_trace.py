@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,12 @@ from roamc.capture.hooks import follow_hooks
 from roamc.capture.in_place_views import as_views
 from roamc.capture.leaves import check_memory, check_same_parameters, check_untouched, memory_of, state_of
 from roamc.capture.parts import place_gradient, stand_in
+from roamc.capture.repeats import DiffersError, Repeats
 from roamc.capture.replicas import check_called, followed, replicas_of
 from roamc.compat_dtensor import gathered, part_of
 from roamc.compat_fsdp import casts_alone
 from roamc.errors import CaptureError
-from roamc.graph import Phase, operators, output_node
+from roamc.graph import Phase, attribute, operators, output_node
 from roamc.graph.keep import keep_saved
 from roamc.operators.fakes import kept_whole
 
@@ -48,6 +50,7 @@ class StepRequest:
         device: where tensors on the meta device are taken to be; None for the CPU.
         reduced: :attr:`roamc.capture.step.CapturedStep.reduced` of an earlier capture of this step, whose order is
             kept; else empty.
+        repeated: whether layers that are alike are traced once, see :mod:`roamc.capture.repeats`; for plans alone.
     """
 
     model: nn.Module
@@ -58,6 +61,7 @@ class StepRequest:
     clip_grad_norm: float | None = None
     device: torch.device | None = None
     reduced: tuple[str, ...] = ()
+    repeated: bool = False
 
 
 class Trace:
@@ -97,8 +101,9 @@ class Trace:
         self.changes: Sequence[Change] = ()
         self.replicas = replicas_of(request.model)
         self.shardings = fully_sharded.shardings(request.model)
+        self.repeats: Repeats | None = None
 
-    def run(self, mode: compat.FakeTensorMode) -> fx.GraphModule:
+    def run(self, mode: compat.CaptureMode) -> fx.GraphModule:
         """Return the traced graph, with fake values of ``mode``; afterwards the attributes are set.
 
         Raises:
@@ -117,7 +122,7 @@ class Trace:
                 compat_dynamo.unchecked_distributions(),
                 user_line.noted(),
             ):
-                module = compat.trace(self._step, fakes, mode)
+                module = self._traced(fakes, mode)
             if self.shardings:
                 self._place_gathers(module.graph)
             as_views(module.graph)
@@ -127,6 +132,17 @@ class Trace:
             return module
         finally:
             torch.clear_autocast_cache()  # its casts may be fake tensors of the trace
+
+    def _traced(self, fakes: list[torch.Tensor], mode: compat.CaptureMode) -> fx.GraphModule:
+        if self.request.repeated:
+            self.repeats = Repeats(self.request.model, mode)
+            with contextlib.suppress(DiffersError):
+                module = compat.trace(self._step, fakes, mode)
+                constants = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+                self.repeats.check(module.graph, {name: attribute(module, name) for name in constants})
+                return module
+            self.repeats, mode.over = None, False
+        return compat.trace(self._step, fakes, mode)
 
     def _place_gathers(self, graph: fx.Graph) -> None:
         phase = phases_of(graph, returned_values(output_node(graph))[0])
@@ -163,7 +179,7 @@ class Trace:
             put_back(tuple(model.modules())) as self.changes,
             torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, stand_ins),
             rng_replay.followed(), closures, communication.followed(), followed(self.replicas) as called,
-            casts_alone(model),
+            casts_alone(model), self.repeats.followed() if self.repeats else contextlib.nullcontext(),
         ):  # fmt: skip
             loss = self.request.loss_fn(model, *self.request.rebuild(values))
             check_untouched(leaves, stand_ins, before)

@@ -91,7 +91,9 @@ def _capture_step(workload: Workload, clip_grad_norm: float | None) -> TrainGrap
         return tuple(put_together(values, nest))
 
     optimizer = optimizer_of(workload)
-    request = StepRequest(workload.model, workload.loss_fn, optimizer, tuple(leaves), rebuild, clip_grad_norm)
+    request = StepRequest(
+        workload.model, workload.loss_fn, optimizer, tuple(leaves), rebuild, clip_grad_norm, repeated=True
+    )
     return capture_step(request).graph.replace(name=workload.name)
 
 

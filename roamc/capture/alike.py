@@ -1,0 +1,131 @@
+"""Layers of a model that differ in nothing but the values of their parameters and buffers, and in numbers of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from roamc.capture.tensor_parallel import Calls
+
+FEWEST = 3
+"""As many layers are alike at least; fewer are not worth a trace of their own."""
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
+"""Types of attributes that are alike if they are equal; others are alike if they are the same object."""
+
+_HELD = ("_parameters", "_buffers", "_modules")
+
+
+class ReadError(Exception):
+    """A layer reads a setting that another one, which is alike else, has otherwise."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are alike.
+
+    Attributes:
+        layers: the layers.
+        numbers: attributes in which they differ, whole numbers such as which layer each is: the place of a module among
+            ``layer.modules()``, and the attribute's name.
+    """
+
+    layers: Sequence[nn.Module]
+    numbers: Sequence[tuple[int, str]]
+
+    @contextlib.contextmanager
+    def unnumbered(self, layer: nn.Module) -> Iterator[None]:
+        """Within this context, inside of the trace, ``layer`` has none of ``numbers``.
+
+        Raises:
+            ReadError: in the line that reads one, even with a default.
+        """
+        parts = list(layer.modules())
+        hidden = {(id(parts[place]), name) for place, name in self.numbers}
+        values = [(vars(parts[place]), name, vars(parts[place]).pop(name)) for place, name in self.numbers]
+        get = nn.Module.__getattr__
+
+        def read(module: nn.Module, name: str) -> Any:
+            if (id(module), name) in hidden:
+                raise ReadError(name)
+            return get(module, name)
+
+        try:
+            with mock.patch.object(nn.Module, "__getattr__", read):
+                yield
+        finally:
+            for attributes, name, value in values:
+                attributes.setdefault(name, value)
+
+
+def groups_of(model: nn.Module) -> list[Group]:
+    """Return the groups of layers that are alike: children of one module, with children of their own.
+
+    They have the same classes, settings, and geometries of parameters and buffers, and share none of these. Layers
+    inside of such a layer are in no group. Attributes count as settings unless they are empty containers, or whole
+    numbers.
+    """
+    groups: list[Group] = []
+    waiting = [model]
+    for parent in waiting:
+        by_kind: dict[Hashable, list[nn.Module]] = {}
+        for child in dict.fromkeys(parent.children()):
+            if any(child.children()):
+                by_kind.setdefault(_kind(child), []).append(child)
+        repeated = [layers for layers in by_kind.values() if len(layers) >= FEWEST and _apart(layers)]
+        groups += [Group(layers, _numbers(layers)) for layers in repeated]
+        inside = {id(layer) for layers in repeated for layer in layers}
+        waiting += [child for child in parent.children() if id(child) not in inside]
+    return groups
+
+
+def _apart(layers: Sequence[nn.Module]) -> bool:
+    tensors = [id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+    return len(tensors) == len(set(tensors))
+
+
+def _numbers(layers: Sequence[nn.Module]) -> list[tuple[int, str]]:
+    """The whole numbers that differ among ``layers``, which are alike else."""
+    parts = [list(layer.modules()) for layer in layers]
+    return [
+        (place, name)
+        for place, same in enumerate(zip(*parts, strict=True))
+        for name, value in vars(same[0]).items()
+        if type(value) is int and len({vars(part)[name] for part in same}) > 1
+    ]
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """What layers have in common that are alike."""
+    settings = [(name, _setting(value)) for name, value in vars(layer).items() if name not in _HELD]
+    tensors = [(name, geometry(x), _hooks(x)) for name, x in (*layer._parameters.items(), *layer._buffers.items())]
+    children = [(name, child and _kind(child)) for name, child in layer._modules.items()]
+    return type(layer), tuple(settings), tuple(tensors), tuple(children)
+
+
+def _setting(value: Any) -> Hashable:
+    if type(value) is int or isinstance(value, Calls) or (isinstance(value, dict | set | list) and not value):
+        return type(value).__qualname__
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, tuple):
+        return type(value), tuple((type(item), item) if type(item) is int else _setting(item) for item in value)
+    return id(value)
+
+
+def _hooks(tensor: torch.Tensor | None) -> Hashable:
+    """Nothing, or what no other tensor has: its hooks run where backward reaches it, and not where the layer does."""
+    return () if tensor is None or not tensor._backward_hooks else id(tensor)
+
+
+def geometry(tensor: torch.Tensor | None) -> Hashable:
+    """What tensors have in common that are alike, but for their values; None for none."""
+    if tensor is None:
+        return None
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
