@@ -32,7 +32,8 @@ def traced_apart(function: Callable[..., Any], args: Sequence[torch.Tensor], mod
         args: fake tensors of ``mode`` that are not traced.
         mode: the fake mode of both traces.
     """
-    with compat.without_modes():
+    names_of_constants = mock.patch.dict(fx.Tracer._qualname_counter)  # all tracers count in one
+    with compat.without_modes(), names_of_constants:
         try:
             return compat.trace(function, args, mode).graph
         finally:

@@ -176,6 +176,13 @@ class Reading(Layer):
         return super().forward(x) * self.table
 
 
+class Constant(Layer):
+    """Makes a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.tensor([2.0] * WIDTH)
+
+
 class Named(Layer):
     """Takes keywords and numbers; returns more than a tensor."""
 
@@ -225,7 +232,8 @@ def from_a_product(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "make", [Numbered, MaybeNumbered, Remembering, Listing, Normalised, Drawing, Dry, OnArgument, Viewing, Reading]
+    "make",
+    [Numbered, MaybeNumbered, Remembering, Listing, Normalised, Drawing, Dry, OnArgument, Viewing, Reading, Constant],
 )
 def test_a_layer_that_copies_would_not_do_for_is_traced_each_time(make: Callable[[int], nn.Module]) -> None:
     whole, ran = traced(Stack(make, from_a_product), repeated=False)
