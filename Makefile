@@ -58,7 +58,7 @@ lint: $(VENV)/.ready build/types ## ruff, mypy --strict, and the rules on import
 	$(BIN)/pytest -q tests/test_architecture.py tests/test_repository.py
 
 bench: $(VENV)/.ready ## run every script in benchmarks/ and write the tables; takes hours
-	@for table in example peak speed fuse kernels budget "budget --falling" kept "kept --dtype bfloat16" exact planning cost workspace order_layout retain_rivals table; do \
+	@for table in example peak speed fuse kernels budget "budget --falling" kept "kept --dtype bfloat16" exact repeats planning cost workspace order_layout retain_rivals table; do \
 		echo "== $$table"; $(BIN)/python -m benchmarks.$$table || exit 1; done
 
 clean: ## remove builds and caches; .venv stays

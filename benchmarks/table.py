@@ -357,6 +357,27 @@ def _planning_cell(row: dict[str, Any]) -> str:
     return seconds if row["kind"].endswith("none") else f"{row['added']:.1%} ({row['gap']:.1%}) {seconds}"
 
 
+def _repeats(rows: Rows) -> list[str]:
+    """What tracing layers that are alike once is worth."""
+    return [
+        "Capturing the whole step of a deep model for a plan: processor seconds with every layer traced, and with layers "
+        "that are alike traced once and copied, one thread; median of ratios over interleaved captures. The graphs are "
+        f"the same, name for name, in {sum(row['same'] for row in rows)} of {len(rows)}.",
+        "",
+        *markdown(
+            "model | layers | nodes | every layer s | copied s | copied / every layer",
+            (
+                [
+                    row["model"],
+                    *(f"{row[key]:,}" for key in ("layers", "nodes")),
+                    *(f"{row[key]:.2f}" for key in ("whole", "copied", "ratio")),
+                ]
+                for row in rows
+            ),
+        ),
+    ]
+
+
 def _cost(rows: Rows) -> list[str]:
     """Predicted step times and the errors of operators."""
     return [
@@ -518,6 +539,7 @@ SECTIONS: tuple[tuple[str, Callable[[Rows], list[str]]], ...] = (
     ("shard", shard_table.full),
     ("gpu", gpu_table.steps),
     ("gpu_layer", gpu_table.layer),
+    ("repeats", _repeats),
     ("planning", _planning),
     ("cost", _cost),
     ("order_layout", _order_layout),
