@@ -39,7 +39,7 @@ def worker(name: str) -> dict[str, Any]:
             graphs[way] = capture(on_mesh(workload, mesh) if mesh.tp > 1 else workload)
 
     def whole() -> None:
-        with mock.patch.object(repeats, "groups_of", lambda model: []):
+        with mock.patch.object(repeats, "groups_of", return_value=[]):
             captured("whole")
 
     ways: dict[str, Callable[[], None]] = {"whole": whole, "copied": lambda: captured("copied")}

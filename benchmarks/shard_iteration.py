@@ -8,9 +8,9 @@ what a graph with them has more than one without. Of m micro-batches and stages 
 
     iteration = m longest + (sum of all stages - longest) / v + update                Times.iteration()
 
-Gradients are summed over the micro-batches in float32, in the products that make them (Megatron-LM's main_grad and
-gradient_accumulation_fusion): that reads and writes 4 bytes a parameter where a planned graph, which is one micro-batch,
-writes 2.
+Gradients are summed over the micro-batches in float32 (Megatron-LM's main_grad): to add one to its sum reads 4 bytes
+and writes 4, where a planned graph, which is one micro-batch, writes 2. A layer that the paper times alone is taken to
+sum nothing.
 
 Two constants of the profile a100 are fitted to two values of the paper, forward and backward of a layer of the 22 G
 model (7.7 and 11.9 ms, table 4): the rate of products and the bandwidth of memory. Links, launches and all else are the
@@ -39,7 +39,7 @@ from roamc.cost import DeviceProfile, load_profile, prices
 from roamc.cost.profile import NETWORK, NODE
 from roamc.frontends.mesh import TP, Mesh, on_mesh
 from roamc.frontends.workload import Workload, capture
-from roamc.graph import Phase, TrainGraph
+from roamc.graph import Phase, Role, TrainGraph, placeholders
 from roamc.operators.collectives import FUNCTIONAL
 from roamc.options import parse_options
 from roamc.planning import search
@@ -53,8 +53,8 @@ PLANNED = ("full", "both")
 VOCAB = 51200
 COPIED = 6
 """Bytes that copy a parameter from float32, in which it is updated, to 16 bits."""
-SUMMED = 6
-"""Bytes that it takes to add a gradient to a sum in float32, more than to write it in 16 bits."""
+SUMMED = 4 + 4 - 2
+"""Bytes that adding an element of a gradient to its sum in float32 takes more than writing it in 16 bits."""
 
 
 class _Loss(torch.autograd.Function):
@@ -182,11 +182,11 @@ class Times:
     """Seconds of the parts of an iteration, of one micro-batch and rank but for the update.
 
     Attributes:
-        layer: forward and backward of a layer; here and below, gradients are added to those of other micro-batches.
+        layer: forward and backward of a layer; here and below, gradients are added to their sums.
         embedding: of the embedding.
         head: of the last norm, the head and the loss.
         sent: what a part of a stage sends to the next and, backward, to the one before.
-        update: of the optimizer, in the longest stage.
+        update: of the optimizer, in the first stage, which has the embedding and most parameters.
     """
 
     layer: Seconds
@@ -211,16 +211,50 @@ class Times:
 def times_of(name: str, row: Row, profile: DeviceProfile) -> Times:
     """The times of a model's parts by ``profile``."""
     sizes, shape = sizes_of(name), ITERATIONS[name]
-    two, count = planned(sizes, 2, row), Parameters.of_rank(sizes)
-    inner = seconds(two, profile)
-    per_gradient = SUMMED / profile.bandwidth
-    return Times(
-        layer=seconds(planned(sizes, 3, row), profile) - inner + count.layer * per_gradient,
-        embedding=seconds(planned(sizes, 2, row, first=True), profile) - inner + count.embedding * per_gradient,
-        head=seconds(planned(sizes, 2, row, last=True), profile) - inner + count.head * per_gradient,
-        sent=sent_seconds(sizes, row, profile),
-        update=update_seconds(shape.layers // shape.stages * count.layer + count.embedding, profile),
+    two = planned(sizes, 2, row)
+    layer, embedding, head = (
+        Part.between(two, longer, profile)
+        for longer in (
+            planned(sizes, 3, row),
+            planned(sizes, 2, row, first=True),
+            planned(sizes, 2, row, last=True),
+        )
     )
+    in_first_stage = shape.layers // shape.stages * layer.parameters + embedding.parameters
+    return Times(
+        layer=layer.seconds,
+        embedding=embedding.seconds,
+        head=head.seconds,
+        sent=sent_seconds(sizes, row, profile),
+        update=update_seconds(in_first_stage, profile),
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a stage: a layer, the embedding, or norm, head and loss.
+
+    Attributes:
+        parameters: how many elements one rank has.
+        seconds: of forward, backward and of adding the gradients to their sums.
+    """
+
+    parameters: int
+    seconds: Seconds
+
+    @staticmethod
+    def between(shorter: Planned, longer: Planned, profile: DeviceProfile) -> Part:
+        """Return what ``longer`` has more than ``shorter``."""
+        parameters = parameter_count(longer) - parameter_count(shorter)
+        sums = parameters * SUMMED / profile.bandwidth
+        return Part(parameters, seconds(longer, profile) - seconds(shorter, profile) + sums)
+
+
+def parameter_count(planned_graph: Planned) -> int:
+    """Elements of the parameters of a planned graph."""
+    graph = planned_graph.graph
+    nodes = {node.name: node for node in placeholders(graph.graph)}
+    return sum(nodes[port.name].meta["val"].numel() for port in graph.inputs if port.role is Role.PARAMETER)
 
 
 def sent_seconds(sizes: Mapping[str, Any], row: Row, profile: DeviceProfile) -> Seconds:
@@ -234,21 +268,6 @@ def sent_seconds(sizes: Mapping[str, Any], row: Row, profile: DeviceProfile) -> 
     gathered = (RANKS - 1) * (inside["latency"] + nbytes / RANKS / inside["bandwidth"])
     once = between["latency"] + nbytes / RANKS / between["bandwidth"]
     return 2 * (once + (0.0 if row.shard == "sequence" else gathered))
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """How many parameters a rank has: of the matrices of a layer, of the embedding, of the head."""
-
-    layer: int
-    embedding: int
-    head: int
-
-    @staticmethod
-    def of_rank(sizes: Mapping[str, Any]) -> Parameters:
-        """Count those of a model with ``sizes``; the embedding has the positions as well, whole."""
-        width, head = sizes["width"], VOCAB // RANKS * sizes["width"]
-        return Parameters(12 * width * width // RANKS, head + sizes["seq"] * width, head)
 
 
 class _Flat(nn.Module):

@@ -148,10 +148,11 @@ def _iterations(rows: Rows) -> list[str]:
         "",
         "Seconds of an iteration, as `python -m benchmarks.shard_iteration` adds them up: micro-batches of the longest "
         "stage, the pipeline's idle time, what stages send, embedding, head and loss split among the ranks, sums of "
-        "gradients over the micro-batches and AdamW with clipping, both in float32. Here two constants of the profile are fitted, to the 7.7 and 11.9 ms of forward and "
-        f"backward of a layer of the model of 22 G: products at {factors['flops']:.3f} times its rate, memory at "
-        f"{factors['bandwidth']:.3f} times its bandwidth. Utilisation is that of model FLOPs and of hardware FLOPs by "
-        "the paper's formulas for these seconds; `*` that for the published seconds.",
+        "gradients over the micro-batches and AdamW with clipping, both in float32. Here two constants of the profile "
+        "are fitted, to the 7.7 and 11.9 ms of forward and backward of a layer of the model of 22 G: products at "
+        f"{factors['flops']:.3f} times its rate, memory at {factors['bandwidth']:.3f} times its bandwidth. Utilisation "
+        "is that of model FLOPs and of hardware FLOPs by the paper's formulas for these seconds; `*` that for the "
+        "published seconds.",
         "",
         *markdown(
             "model | full | both | gain | MFU / HFU | MFU / HFU*",

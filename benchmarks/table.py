@@ -360,8 +360,8 @@ def _planning_cell(row: dict[str, Any]) -> str:
 def _repeats(rows: Rows) -> list[str]:
     """What tracing layers that are alike once is worth."""
     return [
-        "Capturing the whole step of a deep model for a plan: processor seconds with every layer traced, and with layers "
-        "that are alike traced once and copied, one thread; median of ratios over interleaved captures. The graphs are "
+        "Capturing the whole step of a deep model for a plan: processor seconds with every layer traced, and with "
+        "layers that are alike traced once and copied, one thread; medians over interleaved captures. The graphs are "
         f"the same, name for name, in {sum(row['same'] for row in rows)} of {len(rows)}.",
         "",
         *markdown(

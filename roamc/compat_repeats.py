@@ -24,7 +24,7 @@ has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
 """Whether hooks are registered that every module's call runs."""
 
 
-def traced_apart(function: Callable[..., Any], args: Sequence[torch.Tensor], mode: CaptureMode) -> fx.Graph:
+def nested_trace(function: Callable[..., Any], args: Sequence[torch.Tensor], mode: CaptureMode) -> fx.Graph:
     """Trace ``function(*args)`` while another graph is traced, which gets nothing of it.
 
     Args:
@@ -42,12 +42,12 @@ def traced_apart(function: Callable[..., Any], args: Sequence[torch.Tensor], mod
 
 @contextlib.contextmanager
 def without_callers() -> Iterator[None]:
-    """Within this context, operators that are traced have no line of what called :func:`traced_apart`."""
+    """Within this context, operators that are traced have no line of what called :func:`nested_trace`."""
     kept = PythonKeyTracer._filter_traceback_frames
 
     def inside(tracer: PythonKeyTracer, frames: traceback.StackSummary) -> traceback.StackSummary:
         own = [
-            at for at, frame in enumerate(frames) if (frame.filename, frame.name) == (__file__, traced_apart.__name__)
+            at for at, frame in enumerate(frames) if (frame.filename, frame.name) == (__file__, nested_trace.__name__)
         ]
         return kept(tracer, traceback.StackSummary.from_list(frames[own[-1] :]))
 
@@ -70,8 +70,8 @@ def placeholder_like(tensor: torch.Tensor, mode: CaptureMode) -> torch.Tensor:
     return like
 
 
-def surroundings() -> tuple[Any, ...]:
-    """Return what a call goes by besides its arguments: autocast's dtype on a CPU and a GPU, None where it is off."""
+def autocast_state() -> tuple[Any, ...]:
+    """Return the dtypes to which autocast casts on a CPU and on a GPU; None where it is off."""
     on = torch.is_autocast_enabled
     return tuple(torch.get_autocast_dtype(device) if on(device) else None for device in ("cpu", "cuda"))
 
@@ -94,9 +94,9 @@ class Copies:
         self._storages: dict[int, torch.UntypedStorage] = {}
         for node, stands_for_it in zip(theirs, ours, strict=True):
             assert stands_for_it is not None  # all are traced
-            self.give(node, stands_for_it)
+            self.bind(node, stands_for_it)
 
-    def give(self, theirs: fx.Node, ours: fx.Node) -> None:
+    def bind(self, theirs: fx.Node, ours: fx.Node) -> None:
         """Let ``ours`` stand for ``theirs``, an input of the copied part."""
         self.node_of[theirs] = ours
         self._storages[identity(theirs.meta["val"])] = ours.meta["val"].untyped_storage()

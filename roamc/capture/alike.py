@@ -13,8 +13,8 @@ from torch import nn
 
 from roamc.capture.tensor_parallel import Calls
 
-FEWEST = 3
-"""As many layers are alike at least; fewer are not worth a trace of their own."""
+MIN_LAYERS = 3
+"""Smallest group of layers; fewer are not worth a trace of their own."""
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
 """Types of attributes that are alike if they are equal; others are alike if they are the same object."""
@@ -22,8 +22,8 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 _HELD = ("_parameters", "_buffers", "_modules")
 
 
-class ReadError(Exception):
-    """A layer reads a setting that another one, which is alike else, has otherwise."""
+class NumberReadError(Exception):
+    """A layer reads a whole number that differs among layers which are alike otherwise, such as its index."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Group:
     Attributes:
         layers: the layers.
         numbers: attributes in which they differ, whole numbers such as which layer each is: the place of a module among
-            ``layer.modules()``, and the attribute's name.
+            ``layer.modules()``, and the attribute's name. The module's class has no such attribute.
     """
 
     layers: Sequence[nn.Module]
     numbers: Sequence[tuple[int, str]]
 
     @contextlib.contextmanager
-    def unnumbered(self, layer: nn.Module) -> Iterator[None]:
+    def without_numbers(self, layer: nn.Module) -> Iterator[None]:
         """Within this context, inside of the trace, ``layer`` has none of ``numbers``.
 
         Raises:
-            ReadError: in the line that reads one, even with a default.
+            NumberReadError: in the line that reads one, even with a default.
         """
         parts = list(layer.modules())
         hidden = {(id(parts[place]), name) for place, name in self.numbers}
@@ -53,7 +53,7 @@ class Group:
 
         def read(module: nn.Module, name: str) -> Any:
             if (id(module), name) in hidden:
-                raise ReadError(name)
+                raise NumberReadError(f"{type(module).__name__}.{name} differs")
             return get(module, name)
 
         try:
@@ -62,6 +62,17 @@ class Group:
         finally:
             for attributes, name, value in values:
                 attributes.setdefault(name, value)
+
+    def key_of(self, layer: nn.Module) -> Hashable:
+        """Return what tells whether two of ``layers`` are alike at this moment; a step may change settings."""
+        numbers = set(self.numbers)
+        others = [
+            (place, name, value)
+            for place, part in enumerate(layer.modules())
+            for name, value in vars(part).items()
+            if type(value) is int and (place, name) not in numbers
+        ]
+        return _key_of(layer, besides=("forward",)), tuple(others)
 
 
 def groups_of(model: nn.Module) -> list[Group]:
@@ -74,24 +85,37 @@ def groups_of(model: nn.Module) -> list[Group]:
     groups: list[Group] = []
     waiting = [model]
     for parent in waiting:
-        by_kind: dict[Hashable, list[nn.Module]] = {}
+        by_key: dict[Hashable, list[nn.Module]] = {}
         for child in dict.fromkeys(parent.children()):
             if any(child.children()):
-                by_kind.setdefault(_kind(child), []).append(child)
-        repeated = [layers for layers in by_kind.values() if len(layers) >= FEWEST and _apart(layers)]
-        groups += [Group(layers, _numbers(layers)) for layers in repeated]
-        inside = {id(layer) for layers in repeated for layer in layers}
+                by_key.setdefault(_key_of(child), []).append(child)
+        alike = [layers for layers in by_key.values() if _are_group(layers)]
+        groups += [Group(layers, _numbers(layers)) for layers in alike]
+        inside = {id(layer) for layers in alike for layer in layers}
         waiting += [child for child in parent.children() if id(child) not in inside]
     return groups
 
 
-def _apart(layers: Sequence[nn.Module]) -> bool:
+def geometry(tensor: torch.Tensor | None) -> Hashable:
+    """Return what tensors have in common that are alike, but for their values; None for none."""
+    if tensor is None:
+        return None
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _are_group(layers: Sequence[nn.Module]) -> bool:
+    """Whether layers that are alike are enough, share no tensor, and differ in no number that their class has too.
+
+    If it is taken from a layer, that of the class is read, and nobody notices.
+    """
     tensors = [id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
-    return len(tensors) == len(set(tensors))
+    parts = list(layers[0].modules())
+    of_class = any(hasattr(type(parts[place]), name) for place, name in _numbers(layers))
+    return len(layers) >= MIN_LAYERS and len(tensors) == len(set(tensors)) and not of_class
 
 
 def _numbers(layers: Sequence[nn.Module]) -> list[tuple[int, str]]:
-    """The whole numbers that differ among ``layers``, which are alike else."""
+    """The whole numbers that differ among ``layers``, which are alike otherwise."""
     parts = [list(layer.modules()) for layer in layers]
     return [
         (place, name)
@@ -101,12 +125,13 @@ def _numbers(layers: Sequence[nn.Module]) -> list[tuple[int, str]]:
     ]
 
 
-def _kind(layer: nn.Module) -> Hashable:
-    """What layers have in common that are alike."""
-    settings = [(name, _setting(value)) for name, value in vars(layer).items() if name not in _HELD]
-    tensors = [(name, geometry(x), _hooks(x)) for name, x in (*layer._parameters.items(), *layer._buffers.items())]
-    children = [(name, child and _kind(child)) for name, child in layer._modules.items()]
-    return type(layer), tuple(settings), tuple(tensors), tuple(children)
+def _key_of(layer: nn.Module, besides: Sequence[str] = ()) -> Hashable:
+    """What layers have in common that are alike; attributes of the layer itself named ``besides`` do not count."""
+    names = [name for name in vars(layer) if name not in (*_HELD, *besides)]
+    settings = tuple((name, _setting(vars(layer)[name])) for name in names)
+    tensors = tuple((name, geometry(x), _hooks(x)) for name, x in (*layer._parameters.items(), *layer._buffers.items()))
+    children = tuple((name, child and _key_of(child)) for name, child in layer._modules.items())
+    return type(layer), settings, tensors, children
 
 
 def _setting(value: Any) -> Hashable:
@@ -122,10 +147,3 @@ def _setting(value: Any) -> Hashable:
 def _hooks(tensor: torch.Tensor | None) -> Hashable:
     """Nothing, or what no other tensor has: its hooks run where backward reaches it, and not where the layer does."""
     return () if tensor is None or not tensor._backward_hooks else id(tensor)
-
-
-def geometry(tensor: torch.Tensor | None) -> Hashable:
-    """What tensors have in common that are alike, but for their values; None for none."""
-    if tensor is None:
-        return None
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

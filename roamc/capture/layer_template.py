@@ -1,8 +1,7 @@
-"""A layer traced by itself, forward and backward: the nodes that tracing each layer like it would give."""
+"""A layer traced on its own, forward and backward: the nodes that tracing each layer like it would give."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,26 +11,50 @@ from torch import fx, nn
 
 from roamc import compat, compat_repeats
 from roamc.capture.alike import PLAIN, Group, geometry
+from roamc.capture.layer_state import kept
 from roamc.compat import CaptureMode, identity
 from roamc.operators import ops
 
-log = logging.getLogger(__name__)
+
+class NoTemplateError(Exception):
+    """Copies of a layer would not do; the message says why."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a layer returns.
+
+    Attributes:
+        leaves: tensors and other values.
+        nest: how ``leaves`` make the result.
+    """
+
+    leaves: Sequence[Any]
+    nest: Any
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors among the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the result with other tensors in the place of its own."""
+        rest = iter(tensors)
+        return compat.unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves], self.nest)
 
 
 @dataclass(frozen=True)
 class Template:
-    """A layer, traced by itself.
+    """A layer, traced on its own.
 
     Attributes:
         inputs: nodes of what it reads: arguments, parameters, buffers.
         forward: the nodes of forward, in order.
-        outputs: nodes of its results.
+        outputs: nodes of the tensors that it returns.
         tangents: nodes that stand for the gradients of ``outputs``.
         backward: the nodes of backward, in order.
         gradients: node of each input's gradient; None for an input that has none.
-        returned: what the layer returns, a leaf each: the position of a tensor among ``outputs`` and None, or -1 and
-            another value.
-        nest: how ``returned`` makes the layer's result.
+        result: what it returned.
+        calls: how often it has called each of its parts that count their calls, in the order of ``modules()``.
     """
 
     inputs: Sequence[fx.Node]
@@ -40,27 +63,30 @@ class Template:
     tangents: Sequence[fx.Node]
     backward: Sequence[fx.Node]
     gradients: Sequence[fx.Node | None]
-    returned: Sequence[tuple[int, Any]]
-    nest: Any
+    result: Result
+    calls: Sequence[int]
 
-    def result(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """Return the layer's result, made of ``outputs``."""
-        return compat.unflatten([outputs[at] if at >= 0 else value for at, value in self.returned], self.nest)
+    def check(self) -> None:
+        """Check that copies are all that the layer does.
 
-    def is_sound(self) -> bool:
-        """Whether copies are all that the layer does: what it reads stays as it is, results have memory of their own.
-
-        What runs again in backward is left to a trace: a copy could not tell what it repeats.
+        Raises:
+            NoTemplateError: it writes to what it reads, a result has no memory of its own, or backward draws or repeats
+                what a checkpoint has marked: a copy could not tell what it repeats.
         """
         nodes = (*self.forward, *self.backward)
         results = [*self.outputs, *filter(None, self.gradients)]
-        if not set(results) <= set(nodes) or any(node.op != "call_function" for node in nodes):
-            return False
+        if not set(results) <= set(nodes):
+            raise NoTemplateError("a result or gradient is an argument")
+        if any(node.op != "call_function" for node in nodes):
+            raise NoTemplateError("it reads a constant")
         if any("ac_graph_id" in node.meta for node in nodes) or any(map(_may_draw, self.backward)):
-            return False
+            raise NoTemplateError("backward runs a part of forward again")
         read = {_storage_of(node) for node in (*self.inputs, *self.tangents)}
         own = {_storage_of(node) for node in results}
-        return len(own) == len(results) and not read & own and not any(_writes(node, read) for node in nodes)
+        if len(own) < len(results) or read & own:
+            raise NoTemplateError("results or gradients share memory")
+        if any(_writes(node, read) for node in nodes):
+            raise NoTemplateError("it writes to what it reads")
 
 
 def _storage_of(node: fx.Node) -> int:
@@ -83,12 +109,14 @@ class Call:
     """A call of a layer.
 
     Attributes:
-        layer: the layer.
+        group: the layers that are alike.
+        layer: one of them.
         forward: its own forward.
         leaves: what it is called with, tensors and other values.
         nest: how ``leaves`` make its arguments.
     """
 
+    group: Group
     layer: nn.Module
     forward: Callable[..., Any]
     leaves: Sequence[Any]
@@ -102,16 +130,17 @@ class Call:
         """Return what the layer reads: the tensors among its arguments, parameters, buffers."""
         return [*(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)), *self.named().values()]
 
-    def run(self, read: Sequence[torch.Tensor]) -> Any:
-        """Run the layer on ``read`` in the place of what it reads."""
+    def run(self, read: Sequence[torch.Tensor]) -> Result:
+        """Run the layer, without its numbers, on ``read`` in the place of what it reads."""
         rest = iter(read)
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = compat.unflatten(leaves, self.nest)
-        with compat.reparametrized(self.layer, dict(zip(self.named(), rest, strict=True))):
-            return self.forward(*args, **kwargs)
+        parameters = dict(zip(self.named(), rest, strict=True))
+        with compat.reparametrized(self.layer, parameters), self.group.without_numbers(self.layer):
+            return Result(*compat.flatten(self.forward(*args, **kwargs)))
 
-    def kind(self) -> Hashable:
-        """Return what calls of layers that are alike have in common if they do the same; None if that is not known.
+    def key(self) -> Hashable:
+        """Return what calls of the group have in common if they do the same; None if that is not known.
 
         It is not for a tensor that is not traced, that shares memory with another or begins within its memory, and for
         an argument that has no simple value.
@@ -121,88 +150,104 @@ class Call:
         apart = len({identity(tensor) for tensor in read}) == len(read)
         traced = all(type(x) in (compat.FakeTensor, nn.Parameter) and compat.node_of(x) is not None for x in read)
         whole = not any(tensor.storage_offset() or tensor.is_conj() or tensor.is_neg() for tensor in read)
-        if not apart or not traced or not whole or not all(isinstance(value, PLAIN) for value in others):
+        if not traced or not apart or not whole or not all(isinstance(value, PLAIN) for value in others):
             return None
         values = tuple((type(value), value) for value in others)
         geometries = tuple((geometry(tensor), tensor.is_leaf) for tensor in read)
-        return self.nest, values, geometries, compat_repeats.surroundings()
+        return self.group.key_of(self.layer), self.nest, values, geometries, compat_repeats.autocast_state()
 
 
-def traced_by_itself(call: Call, group: Group, mode: CaptureMode) -> Template | None:
-    """Trace the layer of ``call`` by itself while the step that calls it is traced.
+def template_of(call: Call, mode: CaptureMode) -> Template:
+    """Trace the layer of ``call`` on its own, while the step that calls it is traced; the layer stays as it is.
 
     Args:
-        call: of which :meth:`Call.kind` is known.
-        group: the layers that are alike; ``call`` is of one of them.
+        call: of which :meth:`Call.key` is known.
         mode: the fake mode of the trace.
 
-    Returns:
-        The template; None where copies of it would not do, or where the trace fails: then that of the step tells why.
+    Raises:
+        NoTemplateError: copies would not do, or the layer fails: then the trace of the step tells why.
     """
-    tracing = _Tracing(call, group)
-    before = _attributes(call.layer)
+    tracing = _Tracing(call, mode)
     fakes = compat_repeats.untraced_like(call.read(), mode)
-    try:
-        graph = compat_repeats.traced_apart(lambda *read: tracing.step(read, mode), fakes, mode)
-    except Exception as error:  # the trace of the step meets it again, unless it comes of tracing the layer by itself
-        log.debug("each %s is traced: %s", type(call.layer).__name__, error)
-        return None
-    if not tracing.nodes or _attributes(call.layer) != before:
-        return None
-    first, middle, last = tracing.ends
-    nodes = list(graph.nodes)
-    parts: dict[str, Any] = {**tracing.nodes, "forward": nodes[first:middle], "backward": nodes[last:-1]}
-    template = Template(returned=tracing.returned, nest=tracing.nest, **parts)
-    return template if template.is_sound() else None
+    with kept(call.layer) as state:
+        try:
+            graph = compat_repeats.nested_trace(tracing.step, fakes, mode)
+        except NoTemplateError:
+            raise
+        except Exception as error:
+            raise NoTemplateError(str(error)) from error
+        if state.has_changed():
+            raise NoTemplateError("it changes attributes")
+        template = tracing.template(graph, state.calls())
+    template.check()
+    return template
 
 
 class _Tracing:
-    """What the trace of a layer by itself notes.
+    """What the trace of a layer on its own notes.
 
     Attributes:
-        nodes: fields of the template to nodes; empty if it has none.
-        returned: the template's.
-        nest: the template's.
         ends: how many nodes there were before forward, behind it, and before backward.
     """
 
-    def __init__(self, call: Call, group: Group) -> None:
-        self.call, self.group = call, group
-        self.nodes: dict[str, list[fx.Node | None]] = {}
-        self.returned: list[tuple[int, Any]] = []
-        self.nest: Any = None
+    def __init__(self, call: Call, mode: CaptureMode) -> None:
+        self.call, self.mode = call, mode
         self.ends: list[int] = []
+        self.read: list[fx.Node | None] = []
+        self.outputs: list[fx.Node | None] = []
+        self.tangents: list[fx.Node | None] = []
+        self.gradients: list[fx.Node | None] = []
+        self.result = Result((), None)
 
-    def step(self, fakes: Sequence[torch.Tensor], mode: CaptureMode) -> list[torch.Tensor]:
+    def step(self, *fakes: torch.Tensor) -> list[torch.Tensor]:
         """Run forward and backward of the layer; return the gradients."""
-        reals = self.call.read()
-        read = [_like(fake, real) for fake, real in zip(fakes, reals, strict=True)]
+        read = [_like(fake, real) for fake, real in zip(fakes, self.call.read(), strict=True)]
         self._end()
-        with self.group.unnumbered(self.call.layer):
-            returned, self.nest = compat.flatten(self.call.run(read))
+        self.result = self.call.run(read)
         self._end()
-        outputs = [leaf for leaf in returned if isinstance(leaf, torch.Tensor)]
-        others = [leaf for leaf in returned if not isinstance(leaf, torch.Tensor)]
-        if not outputs or not all(x.requires_grad for x in outputs) or not all(isinstance(x, PLAIN) for x in others):
-            return []
-        places = iter(range(len(outputs)))
-        self.returned = [(next(places), None) if isinstance(leaf, torch.Tensor) else (-1, leaf) for leaf in returned]
-        tangents = [compat_repeats.placeholder_like(output, mode) for output in outputs]
+        outputs = _checked(self.result)
+        tangents = [compat_repeats.placeholder_like(output, self.mode) for output in outputs]
         self._end()
-        for output in outputs:
-            compat.number_backward(output)
-        asking = [tensor for tensor in read if tensor.requires_grad]
-        with compat_repeats.without_callers():
-            gradients = iter(torch.autograd.grad(outputs, asking, tangents, allow_unused=True))
-        of_each = [next(gradients) if tensor.requires_grad else None for tensor in read]
-        groups: dict[str, Sequence[torch.Tensor | None]] = {
-            "inputs": read, "outputs": outputs, "tangents": tangents, "gradients": of_each,
-        }  # fmt: skip
-        self.nodes = {name: list(map(_node_of, tensors)) for name, tensors in groups.items()}
-        return [gradient for gradient in of_each if gradient is not None]
+        gradients = _backward(outputs, tangents, read)
+        self.read, self.outputs = list(map(_node_of, read)), list(map(_node_of, outputs))
+        self.tangents, self.gradients = list(map(_node_of, tangents)), list(map(_node_of, gradients))
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def template(self, graph: fx.Graph, calls: Sequence[int]) -> Template:
+        """Return the template that ``graph``, the trace of :meth:`step`, makes."""
+        first, middle, last = self.ends
+        nodes = list(graph.nodes)
+        return Template(
+            inputs=_known(self.read), forward=nodes[first:middle], outputs=_known(self.outputs),
+            tangents=_known(self.tangents), backward=nodes[last:-1], gradients=self.gradients,
+            result=self.result, calls=calls,
+        )  # fmt: skip
 
     def _end(self) -> None:
         self.ends.append(len(compat.graph_so_far().nodes))
+
+
+def _checked(result: Result) -> list[torch.Tensor]:
+    """The tensors of ``result``, which all require a gradient."""
+    tensors = result.tensors()
+    others = [leaf for leaf in result.leaves if not isinstance(leaf, torch.Tensor)]
+    if not tensors or not all(tensor.requires_grad for tensor in tensors):
+        raise NoTemplateError("it returns no tensor, or one without gradient")
+    if not all(isinstance(value, PLAIN) for value in others):
+        raise NoTemplateError("it returns something else than tensors and simple values")
+    return tensors
+
+
+def _backward(
+    outputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor], read: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The gradient of each tensor in ``read``; None where there is none."""
+    for output in outputs:
+        compat.number_backward(output)
+    asking = [tensor for tensor in read if tensor.requires_grad]
+    with compat_repeats.without_callers():
+        gradients = iter(torch.autograd.grad(outputs, asking, tangents, allow_unused=True))
+    return [next(gradients) if tensor.requires_grad else None for tensor in read]
 
 
 def _like(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -214,7 +259,7 @@ def _like(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         return leaf
     copy = leaf.clone()
     if copy.stride() != real.stride():
-        raise ValueError(f"no operator makes a tensor of strides {real.stride()}")
+        raise NoTemplateError(f"no operator makes a tensor of strides {real.stride()}")
     return copy
 
 
@@ -222,13 +267,7 @@ def _node_of(tensor: torch.Tensor | None) -> fx.Node | None:
     return None if tensor is None else compat.node_of(tensor)
 
 
-def _attributes(layer: nn.Module) -> dict[tuple[int, str], list[int]]:
-    """Identities of what each module of ``layer`` has as each attribute, and in lists, dicts and sets there."""
-    values = {(id(part), name): value for part in layer.modules() for name, value in vars(part).items()}
-    return {at: [id(value), *map(id, _inside(value))] for at, value in values.items()}
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return list(value) if isinstance(value, list | set) else []
+def _known(nodes: Sequence[fx.Node | None]) -> list[fx.Node]:
+    if None in nodes:
+        raise NoTemplateError("it returns a tensor that is not traced")
+    return [node for node in nodes if node is not None]

@@ -1,41 +1,42 @@
 """Layers that are alike, traced once: tracing is what plans of deep models spend most of their time on.
 
-    once        a layer is traced by itself, forward and backward, for arguments as it is called with
+    once        a layer is traced on its own, forward and backward, for arguments as it is called with
     each layer  its nodes are copied to where the layer is called, and to where backward reaches it
 
 The copies are the nodes that tracing each layer would give, in the same order and under the same names. Where that is
-not certain nothing is copied: for a layer that sets attributes, reads its own number, writes to what it reads, returns
-it, or draws in backward. Where it shows only later, as for gradients that others are added to, the whole step is traced
-again. A layer that reads what no attribute of it says, such as a global counter, is taken for like the others; so steps
-that are to run are traced whole, and only plans are made like this.
+not certain nothing is copied, see :class:`roamc.capture.layer_template.NoTemplateError`. Where it shows only later, the
+whole step is traced again, see :class:`DiffersError`. A layer that reads what no attribute of it says, such as a global
+counter, is taken for like the others; so steps that are to run are traced whole, and only plans are made like this.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from roamc import compat, compat_repeats
 from roamc.capture.alike import Group, geometry, groups_of
-from roamc.capture.layer_template import Call, Template, traced_by_itself
-from roamc.capture.tensor_parallel import Calls
+from roamc.capture.layer_template import Call, NoTemplateError, Template, template_of
+from roamc.capture.tensor_parallel import calls_of
 from roamc.compat import CaptureMode
 from roamc.compat_repeats import Copies
 
 aten = torch.ops.aten
+log = logging.getLogger(__name__)
 
 
 class DiffersError(Exception):
-    """A copy is not what tracing the layer would give, which showed when the trace had begun."""
+    """A copy is not what tracing the layer would give, which showed when the trace had begun; the message says why."""
 
 
-class _Again(torch.autograd.Function):
+class _CopiedLayer(torch.autograd.Function):
     """A layer's nodes, copied; its backward copies those of the layer's."""
 
     @staticmethod
@@ -47,14 +48,16 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        template: Template = ctx.template
+        template, copies = ctx.template, ctx.copies
+        if torch.is_grad_enabled() or template.tangents[0] in copies.node_of:
+            raise DiffersError("a gradient is differentiated, or backward runs twice")
         for tangent, like in zip(tangents, template.tangents, strict=True):
             node = None if tangent is None else compat.node_of(tangent)
             if tangent is None or node is None or geometry(tangent) != geometry(like.meta["val"]):
-                raise DiffersError
-            ctx.copies.give(like, node)
-        ctx.copies.append(template.backward)
-        gradients = [None if node is None else ctx.copies.tensor(node) for node in template.gradients]
+                raise DiffersError("a result has no gradient, or one of another geometry")
+            copies.bind(like, node)
+        copies.append(template.backward)
+        gradients = [None if node is None else copies.tensor(node) for node in template.gradients]
         return None, None, *gradients
 
 
@@ -71,6 +74,7 @@ class Repeats:
         self._groups = groups_of(model)
         self._templates: dict[Hashable, Template | None] = {}
         self._copied: list[tuple[Template, Copies]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -82,54 +86,52 @@ class Repeats:
                     patches.enter_context(mock.patch.object(layer, "forward", call))
             yield
 
-    def check(self, graph: fx.Graph, held: Mapping[str, Any]) -> None:
-        """Refuse a traced ``graph`` in which a copy may differ from what a trace of its layer gives.
+    def check(self, held: Mapping[str, Any]) -> None:
+        """Check that a traced graph is the one that tracing every layer gives.
 
         Args:
-            graph: the whole graph.
             held: the tensors of its ``get_attr`` nodes, by target.
 
         Raises:
-            DiffersError: a gradient of a layer is added to others, which a trace does as soon as each is there; or a
-                tensor of a layer that was traced by itself was kept somewhere, and is used.
+            DiffersError: a layer that was traced on its own has left a tensor elsewhere; what it reads or returns was
+                written to, which may be an error of autograd; or a gradient of it is added to others: autograd adds
+                each as soon as it is there, one of several inside of a layer, too.
         """
-        if self._copied and any(isinstance(value, compat.FakeTensor) for value in held.values()):
-            raise DiffersError
+        if self._templates and any(isinstance(value, compat.FakeTensor) for value in held.values()):
+            raise DiffersError("a tensor of a layer that was traced on its own is used")
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise DiffersError("what a copied layer reads or returns was written to")
         own = {node for _, copies in self._copied for node in copies.node_of.values()}
         for template, copies in self._copied:
             gradients = [copies.node_of[node] for node in template.gradients if node in copies.node_of]
             users = [user for node in gradients for user in node.users]
             if any(user.target is aten.add.Tensor and user not in own for user in users):
-                raise DiffersError
+                raise DiffersError("a gradient of a copied layer is added to others")
 
     def _call(self, group: Group, layer: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        leaves, nest = compat.flatten((args, named))
-        call = Call(layer, forward, leaves, nest)
-        template = self._template_of(group, call)
+        call = Call(group, layer, forward, *compat.flatten((args, named)))
+        template = self._template_of(call)
         if template is None:
             return forward(*args, **named)
-        count_calls(layer)
+        for calls, more in zip(calls_of(layer), template.calls, strict=True):
+            calls.count += more
         read = call.read()
         copies = Copies(self._mode, template.inputs, [compat.node_of(tensor) for tensor in read])
+        outputs: Sequence[torch.Tensor] = _CopiedLayer.apply(template, copies, *read)  # type: ignore[no-untyped-call]
         self._copied.append((template, copies))
-        outputs: Sequence[torch.Tensor] = _Again.apply(template, copies, *read)  # type: ignore[no-untyped-call]
-        return template.result(outputs)
+        self._versions += [(tensor, tensor._version) for tensor in (*read, *outputs)]
+        return template.result.with_tensors(outputs)
 
-    def _template_of(self, group: Group, call: Call) -> Template | None:
+    def _template_of(self, call: Call) -> Template | None:
         if not torch.is_grad_enabled() or compat.saved_tensor_hooks_active() or compat_repeats.has_global_hooks():
             return None
-        kind = call.kind()
-        if kind is None:
+        key = call.key()
+        if key is None:
             return None
-        key = id(group), kind
-        if key not in self._templates:
-            self._templates[key] = traced_by_itself(call, group, self._mode)
-        return self._templates[key]
-
-
-def count_calls(layer: nn.Module) -> None:
-    """Count a call of each part of ``layer`` that counts its calls."""
-    for part in layer.modules():
-        for value in vars(part).values():
-            if isinstance(value, Calls):
-                value.count += 1
+        if (id(call.group), key) not in self._templates:
+            try:
+                self._templates[id(call.group), key] = template_of(call, self._mode)
+            except NoTemplateError as error:
+                log.debug("every %s is traced: %s", type(call.layer).__name__, error)
+                self._templates[id(call.group), key] = None
+        return self._templates[id(call.group), key]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from roamc.graph.keep import keep_saved
 from roamc.operators.fakes import kept_whole
 
 aten = torch.ops.aten
+log = logging.getLogger(__name__)
 
 LossFunction = Callable[..., torch.Tensor]
 
@@ -134,14 +136,18 @@ class Trace:
             torch.clear_autocast_cache()  # its casts may be fake tensors of the trace
 
     def _traced(self, fakes: list[torch.Tensor], mode: compat.CaptureMode) -> fx.GraphModule:
-        if self.request.repeated:
-            self.repeats = Repeats(self.request.model, mode)
-            with contextlib.suppress(DiffersError):
-                module = compat.trace(self._step, fakes, mode)
-                constants = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
-                self.repeats.check(module.graph, {name: attribute(module, name) for name in constants})
-                return module
-            self.repeats, mode.over = None, False
+        if not self.request.repeated:
+            return compat.trace(self._step, fakes, mode)
+        self.repeats = Repeats(self.request.model, mode)
+        try:
+            module = compat.trace(self._step, fakes, mode)
+            constants = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+            self.repeats.check({name: attribute(module, name) for name in constants})
+        except DiffersError as error:
+            log.debug("the step of %s is traced again: %s", type(self.request.model).__name__, error)
+        else:
+            return module
+        self.repeats, mode.over = None, False
         return compat.trace(self._step, fakes, mode)
 
     def _place_gathers(self, graph: fx.Graph) -> None:

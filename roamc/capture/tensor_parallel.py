@@ -284,6 +284,11 @@ def unmatched(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def calls_of(layer: nn.Module) -> list[Calls]:
+    """Return the counts of calls that ``layer`` and its parts have, in the order of ``modules()``."""
+    return [value for part in layer.modules() for value in vars(part).values() if isinstance(value, Calls)]
+
+
 def check_called(model: nn.Module) -> None:
     """Refuse a layer that is split and was not called, although its model was captured.
 

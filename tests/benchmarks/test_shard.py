@@ -90,6 +90,15 @@ def test_two_constants_give_the_two_times_of_a_layer(profile: DeviceProfile) -> 
     assert factors == pytest.approx({"flops": 0.5, "bandwidth": 0.7}, rel=1e-3)
 
 
+def test_a_layer_adds_its_gradients_to_sums_in_float32(profile: DeviceProfile) -> None:
+    plans = [shard_iteration.planned(SIZES, layers, shard.ROWS[1]) for layers in (1, 2)]
+    layer, width = shard_iteration.Part.between(*plans, profile), SIZES["width"]
+    split, whole = 12 * width**2 + 7 * width, 6 * width  # matrices and biases of their columns; norms, other biases
+    assert layer.parameters == split // 8 + whole
+    alone = sum(shard_iteration.layer_seconds(*plans, profile))
+    assert layer.seconds - alone == pytest.approx(layer.parameters * 6 / profile.bandwidth)
+
+
 @pytest.mark.thorough
 def test_head_and_loss_are_split_among_the_ranks(profile: DeviceProfile) -> None:
     plans = [shard_iteration.planned(SIZES, 1, shard.ROWS[4], last=last) for last in (False, True)]

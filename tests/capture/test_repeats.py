@@ -12,19 +12,22 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from roamc.capture import repeats
-from roamc.capture.alike import FEWEST
+from roamc.capture.alike import MIN_LAYERS
 from roamc.capture.batch import put_together, take_apart
 from roamc.capture.step import capture_step
 from roamc.capture.step_trace import StepRequest
+from roamc.capture.tensor_parallel import check_called
 from roamc.cli import zoo
 from roamc.compat_repeats import Copies
+from roamc.errors import OptionError
 from roamc.frontends.mesh import Mesh, on_mesh
-from roamc.frontends.workload import capture
+from roamc.frontends.workload import Workload, capture
 from roamc.graph import TrainGraph, source_line
 from roamc.graph.fingerprint import fingerprint
 from tests.small_models import square
 
 WIDTH, LAYERS = 8, 4
+COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 RUNS: list[str] = []
 """A name for every layer's forward that Python has run."""
 
@@ -66,11 +69,11 @@ class Stack(nn.Module):
 
 
 def traced(
-    model: nn.Module, loss_fn: Callable[..., Tensor] = square, *, repeated: bool, batch: tuple[Any, ...] = ()
+    model: nn.Module, loss_fn: Callable[..., Tensor] = square, *, repeated: bool
 ) -> tuple[TrainGraph, list[str]]:
     """The graph of a step with AdamW, and the layers whose forward has run."""
     RUNS.clear()
-    leaves, nest = take_apart(batch or (torch.ones(3, 5, WIDTH),))
+    leaves, nest = take_apart((torch.ones(3, 5, WIDTH),))
     optimizer = torch.optim.AdamW(model.parameters())
     rebuild: Any = lambda values: tuple(put_together(values, nest))  # noqa: E731
     graph = capture_step(StepRequest(model, loss_fn, optimizer, tuple(leaves), rebuild, repeated=repeated)).graph
@@ -78,8 +81,8 @@ def traced(
 
 
 def text_of(graph: TrainGraph) -> tuple[str, list[str]]:
-    """What plans and reports read of a graph; torch has no line of its own for copies that backward makes."""
-    return fingerprint(graph), [source_line(node) for node in graph.graph.nodes if "detach" not in node.name]
+    """What plans and reports read of a graph; torch has no line for detached tensors that backward makes."""
+    return fingerprint(graph), [source_line(node) for node in graph.graph.nodes if node.target not in COPIES]
 
 
 def assert_same(model: nn.Module, runs: int, **asked: Any) -> None:
@@ -201,13 +204,14 @@ class Convolutional(nn.Module):
         return y.relu()
 
 
-def encoder_layer(number: int) -> nn.Module:
-    return nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, norm_first=bool(number % 2))
-
-
 def by_name(layer: nn.Module, x: Tensor) -> Tensor:
     returned: dict[str, Tensor] = layer(x, scale=0.5, shift=(x.detach() * 2, None))
     return returned["x"]
+
+
+def from_a_product(layer: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = layer(x * 3)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -226,20 +230,59 @@ def test_layers_that_are_alike_are_traced_once(
     assert_same(Stack(make, call), runs=1)
 
 
-def from_a_product(layer: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = layer(x * 3)
-    return result
+class Defaulted(Numbered):
+    """Has a number that its class has too, so that nobody notices where it is missing."""
+
+    number = 0
+
+
+class Counting(Layer):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
 
 
 @pytest.mark.parametrize(
-    "make",
-    [Numbered, MaybeNumbered, Remembering, Listing, Normalised, Drawing, Dry, OnArgument, Viewing, Reading, Constant],
+    ("make", "on_trial"),
+    [
+        (Numbered, 1),
+        (MaybeNumbered, 1),
+        (Defaulted, 0),
+        (Remembering, 1),
+        (Counting, 1),
+        (Listing, 1),
+        (Normalised, 1),
+        (Drawing, 2),
+        (Dry, 1),
+        (OnArgument, 1),
+        (Viewing, 1),
+        (Reading, 1),
+        (Constant, 1),
+    ],
 )
-def test_a_layer_that_copies_would_not_do_for_is_traced_each_time(make: Callable[[int], nn.Module]) -> None:
+def test_a_layer_that_copies_would_not_do_for_is_traced_each_time(
+    make: Callable[[int], nn.Module], on_trial: int
+) -> None:
+    """Besides, a trial traces it; Drawing runs its forward again in backward."""
     whole, ran = traced(Stack(make, from_a_product), repeated=False)
-    graph, with_copies = traced(Stack(make, from_a_product), repeated=True)
+    graph, with_trial = traced(Stack(make, from_a_product), repeated=True)
     assert fingerprint(graph) == fingerprint(whole)
-    assert len(ran) <= len(with_copies) <= len(ran) + 2  # the trace by itself ran it as well, up to its end
+    assert len(with_trial) == len(ran) + on_trial
+
+
+@pytest.mark.parametrize("make", [Counting, Listing, Numbered, Remembering, Layer])
+def test_a_trial_leaves_a_layer_as_it_was(make: Callable[[int], nn.Module]) -> None:
+    once, twice = Stack(make), Stack(make)
+    traced(once, repeated=False)
+    traced(twice, repeated=True)
+    for layer, other in zip(once.layers, twice.layers, strict=True):
+        held = {name: value for name, value in vars(layer).items() if isinstance(value, int | list)}
+        assert list(vars(other)) == list(vars(layer))
+        assert {name: vars(other)[name] for name in held} == held
 
 
 def once(layer: nn.Module, x: Tensor) -> Tensor:
@@ -262,11 +305,50 @@ def without_gradient(layer: nn.Module, x: Tensor) -> Tensor:
         pytest.param(without_gradient, id="no gradient"),
         pytest.param(lambda f, x: f(x[1:].repeat(2, 1, 1)[:3]), id="a view with an offset"),
         pytest.param(lambda f, x: f(x).sum() * x, id="a gradient that is expanded"),
+        pytest.param(lambda f, x: f(x).mul_(2), id="written to"),
     ],
 )
 def test_calls_that_copies_would_not_do_for_are_traced(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
     whole, _ = traced(Stack(call=call), repeated=False)
     graph, _ = traced(Stack(call=call), repeated=True)
+    assert fingerprint(graph) == fingerprint(whole)
+
+
+class Tanh(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.tanh()).tanh()
+
+
+def test_what_autograd_refuses_is_refused() -> None:
+    """Backward reads the result of the last tanh, which was written to."""
+    for repeated in (False, True):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            traced(Stack(Tanh, lambda f, x: f(x).mul_(2)), repeated=repeated)
+
+
+def penalised(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+def twice(model: nn.Module, x: Tensor) -> Tensor:
+    loss = square(model, x)
+    (gradient,) = torch.autograd.grad(loss, next(model.parameters()), retain_graph=True)
+    return loss * gradient.detach().sum()
+
+
+def with_settings(model: nn.Module, x: Tensor) -> Tensor:
+    """Sets what layers go by."""
+    for number, layer in enumerate(model.layers):  # type: ignore[arg-type]
+        layer.norm.eps = 0.1 * number
+    return square(model, x)
+
+
+@pytest.mark.parametrize("loss_fn", [penalised, twice, with_settings])
+def test_a_loss_that_does_more_than_call_the_model_gets_its_own_graph(loss_fn: Callable[..., Tensor]) -> None:
+    whole, _ = traced(Stack(), loss_fn, repeated=False)
+    graph, _ = traced(Stack(), loss_fn, repeated=True)
     assert fingerprint(graph) == fingerprint(whole)
 
 
@@ -340,6 +422,19 @@ def test_tensors_that_a_layer_leaves_elsewhere_are_those_of_each_layer() -> None
     assert_same(Stack(Keeping), 1 + LAYERS, loss_fn=with_kept)
 
 
+class KeepingAndReading(Keeping):
+    """Of which there is no copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * Reading.table
+
+
+def test_a_trial_that_fails_leaves_no_tensor_elsewhere() -> None:
+    whole, _ = traced(Stack(KeepingAndReading), with_kept, repeated=False)
+    graph, _ = traced(Stack(KeepingAndReading), with_kept, repeated=True)
+    assert fingerprint(graph) == fingerprint(whole)
+
+
 def in_bfloat16(model: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return square(model, x)
@@ -356,8 +451,8 @@ def test_autocast_casts_arguments_as_often_as_in_a_trace_of_every_layer() -> Non
 
 def test_fewer_layers_are_traced_as_they_are() -> None:
     model = Stack()
-    model.layers = model.layers[: FEWEST - 1]
-    assert_same(model, FEWEST - 1)
+    model.layers = model.layers[: MIN_LAYERS - 1]
+    assert_same(model, MIN_LAYERS - 1)
 
 
 def test_draws_that_are_repeated_behind_copies_are_those_of_the_first_run() -> None:
@@ -398,3 +493,21 @@ def test_plans_copy_the_layers_of_built_in_models(
         whole = capture(on_mesh(workload, mesh) if ranks > 1 else workload)
     assert text_of(copied) == text_of(whole)
     assert len(copies) == sizes["layers"]
+
+
+def test_a_part_that_a_layer_does_not_call_is_still_refused() -> None:
+    class PastIt(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.linear(F.linear(x, self.up.weight), self.down.weight)
+
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    workload = Workload("past", Stack(PastIt), (torch.ones(3, 5, WIDTH),), square, tp_plan=plan)
+    with Mesh(tp=2).planned_for(), pytest.raises(OptionError, match=r"layers\.0\.up is split, but the model does not"):
+        check_called(captured_model(workload))
+
+
+def captured_model(workload: Workload) -> nn.Module:
+    """One rank's part of the model, after its capture."""
+    part = on_mesh(workload, Mesh(tp=2))
+    capture(part)
+    return part.model
