@@ -20,8 +20,12 @@ from torch.fx.experimental.proxy_tensor import (
 from roamc import compat
 from roamc.compat import CaptureMode, FakeTensor, OpOverload, identity
 
-has_global_hooks: Callable[[], bool] = nn.modules.module._has_any_global_hook
-"""Whether hooks are registered that every module's call runs."""
+
+def is_plain_call() -> bool:
+    """Return whether a call of a module is followed by autograd's backward alone, and by no hooks on every module."""
+    with_backward = torch.is_grad_enabled() and torch.autograd.forward_ad._current_level < 0
+    hooked = compat.saved_tensor_hooks_active() or nn.modules.module._has_any_global_hook()
+    return with_backward and not hooked
 
 
 def nested_trace(function: Callable[..., Any], args: Sequence[torch.Tensor], mode: CaptureMode) -> fx.Graph:
@@ -70,10 +74,17 @@ def placeholder_like(tensor: torch.Tensor, mode: CaptureMode) -> torch.Tensor:
     return like
 
 
-def autocast_state() -> tuple[Any, ...]:
-    """Return the dtypes to which autocast casts on a CPU and on a GPU; None where it is off."""
-    on = torch.is_autocast_enabled
-    return tuple(torch.get_autocast_dtype(device) if on(device) else None for device in ("cpu", "cuda"))
+def surroundings() -> tuple[Any, ...]:
+    """Return what operators go by besides their arguments: modes, and settings of torch."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    autocast = [torch.get_autocast_dtype(x) if torch.is_autocast_enabled(x) else None for x in ("cpu", "cuda")]
+    cuda: Any = torch.backends.cuda
+    attention = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled, cuda.cudnn_sdp_enabled)
+    return (
+        *autocast, torch.is_autocast_cache_enabled(), *(enabled() for enabled in attention), torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(), tuple(map(id, _get_current_function_mode_stack())),
+    )  # fmt: skip
 
 
 class Copies:
@@ -86,11 +97,13 @@ class Copies:
 
     Attributes:
         node_of: every node that was copied, and every input, to the node here.
+        own: the nodes that :meth:`append` has made.
     """
 
     def __init__(self, mode: CaptureMode, theirs: Sequence[fx.Node], ours: Sequence[fx.Node | None]) -> None:
         self.mode = mode
         self.node_of: dict[fx.Node, fx.Node] = {}
+        self.own: set[fx.Node] = set()
         self._storages: dict[int, torch.UntypedStorage] = {}
         for node, stands_for_it in zip(theirs, ours, strict=True):
             assert stands_for_it is not None  # all are traced
@@ -112,6 +125,7 @@ class Copies:
                 copy = graph.create_node(node.op, node.target, args, kwargs, name=name)
                 copy.meta = {**node.meta, **copy.meta, "val": self._value(node.meta.get("val"))}
                 self.node_of[node] = copy
+                self.own.add(copy)
 
     def tensor(self, node: fx.Node) -> torch.Tensor:
         """Return a traced tensor for the copy of ``node``, which has a single result."""

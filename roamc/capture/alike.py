@@ -1,8 +1,13 @@
-"""Layers of a model that differ in nothing but the values of their parameters and buffers, and in numbers of theirs."""
+"""Layers of a model that differ in nothing but the values of their parameters and buffers, and in numbers of theirs.
+
+Only layers are compared whose code is torch's, transformers' or roamc's own: what others read and change besides their
+attributes, such as a list of auxiliary losses that all have, no comparison shows.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +23,9 @@ MIN_LAYERS = 3
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
 """Types of attributes that are alike if they are equal; others are alike if they are the same object."""
+
+TRUSTED = ("torch", "transformers", "roamc")
+"""Packages whose modules go by their arguments, attributes and torch's settings alone, and change no others."""
 
 _HELD = ("_parameters", "_buffers", "_modules")
 
@@ -78,22 +86,28 @@ class Group:
 def groups_of(model: nn.Module) -> list[Group]:
     """Return the groups of layers that are alike: children of one module, with children of their own.
 
-    They have the same classes, settings, and geometries of parameters and buffers, and share none of these. Layers
-    inside of such a layer are in no group. Attributes count as settings unless they are empty containers, or whole
-    numbers.
+    They have the same classes, all of :data:`TRUSTED` packages, the same settings, and geometries of parameters and
+    buffers, which no other module has. Layers inside of such a layer are in no group. Attributes count as settings
+    unless they are empty containers, or whole numbers.
     """
     groups: list[Group] = []
+    holders = _holders(model)
     waiting = [model]
     for parent in waiting:
         by_key: dict[Hashable, list[nn.Module]] = {}
         for child in dict.fromkeys(parent.children()):
             if any(child.children()):
                 by_key.setdefault(_key_of(child), []).append(child)
-        alike = [layers for layers in by_key.values() if _are_group(layers)]
+        alike = [layers for layers in by_key.values() if _are_group(layers, holders)]
         groups += [Group(layers, _numbers(layers)) for layers in alike]
         inside = {id(layer) for layers in alike for layer in layers}
         waiting += [child for child in parent.children() if id(child) not in inside]
     return groups
+
+
+def plain(value: Any) -> Hashable:
+    """Return what equal values of a :data:`PLAIN` type have in common; zeros of either sign are not equal."""
+    return type(value), repr(value)
 
 
 def geometry(tensor: torch.Tensor | None) -> Hashable:
@@ -103,15 +117,26 @@ def geometry(tensor: torch.Tensor | None) -> Hashable:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _are_group(layers: Sequence[nn.Module]) -> bool:
-    """Whether layers that are alike are enough, share no tensor, and differ in no number that their class has too.
+def _holders(module: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter and buffer, by its identity."""
+    parts = module.modules()
+    return Counter(
+        id(x) for part in parts for x in (*part._parameters.values(), *part._buffers.values()) if x is not None
+    )
 
-    If it is taken from a layer, that of the class is read, and nobody notices.
+
+def _are_group(layers: Sequence[nn.Module], holders: Counter[int]) -> bool:
+    """Whether layers that are alike are enough, trusted and by themselves, and differ in no number of their class.
+
+    If such a number is taken from a layer, that of the class is read, and nobody notices.
     """
-    tensors = [id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
-    parts = list(layers[0].modules())
-    of_class = any(hasattr(type(parts[place]), name) for place, name in _numbers(layers))
-    return len(layers) >= MIN_LAYERS and len(tensors) == len(set(tensors)) and not of_class
+    first = layers[0]
+    trusted = all(type(part).__module__.split(".")[0] in TRUSTED for part in first.modules())
+    if len(layers) < MIN_LAYERS or not trusted:
+        return False
+    apart = all(holders[tensor] == count for layer in layers for tensor, count in _holders(layer).items())
+    parts = list(first.modules())
+    return apart and not any(hasattr(type(parts[place]), name) for place, name in _numbers(layers))
 
 
 def _numbers(layers: Sequence[nn.Module]) -> list[tuple[int, str]]:
@@ -131,16 +156,19 @@ def _key_of(layer: nn.Module, besides: Sequence[str] = ()) -> Hashable:
     settings = tuple((name, _setting(vars(layer)[name])) for name in names)
     tensors = tuple((name, geometry(x), _hooks(x)) for name, x in (*layer._parameters.items(), *layer._buffers.items()))
     children = tuple((name, child and _key_of(child)) for name, child in layer._modules.items())
-    return type(layer), settings, tensors, children
+    distinct = (
+        name for named in (layer.named_modules(), layer.named_parameters(), layer.named_buffers()) for name, _ in named
+    )
+    return type(layer), settings, tensors, children, tuple(distinct)
 
 
 def _setting(value: Any) -> Hashable:
     if type(value) is int or isinstance(value, Calls) or (isinstance(value, dict | set | list) and not value):
         return type(value).__qualname__
     if isinstance(value, PLAIN):
-        return type(value), value
+        return plain(value)
     if isinstance(value, tuple):
-        return type(value), tuple((type(item), item) if type(item) is int else _setting(item) for item in value)
+        return type(value), tuple(plain(item) if type(item) is int else _setting(item) for item in value)
     return id(value)
 
 

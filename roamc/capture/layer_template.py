@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from roamc import compat, compat_repeats
-from roamc.capture.alike import PLAIN, Group, geometry
-from roamc.capture.layer_state import kept
+from roamc.capture.alike import PLAIN, Group, geometry, plain
+from roamc.capture.layer_state import LayerState, kept
 from roamc.compat import CaptureMode, identity
 from roamc.operators import ops
 
@@ -131,30 +131,44 @@ class Call:
         return [*(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)), *self.named().values()]
 
     def run(self, read: Sequence[torch.Tensor]) -> Result:
-        """Run the layer, without its numbers, on ``read`` in the place of what it reads."""
+        """Run the layer, without its numbers, on ``read`` in the place of what it reads.
+
+        Raises:
+            NoTemplateError: it sets attributes, or changes a list, dict or set that is one.
+        """
         rest = iter(read)
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = compat.unflatten(leaves, self.nest)
         parameters = dict(zip(self.named(), rest, strict=True))
         with compat.reparametrized(self.layer, parameters), self.group.without_numbers(self.layer):
-            return Result(*compat.flatten(self.forward(*args, **kwargs)))
+            state = LayerState(self.layer)
+            result = Result(*compat.flatten(self.forward(*args, **kwargs)))
+            if state.has_changed():
+                raise NoTemplateError("it changes attributes")
+        return result
 
     def key(self) -> Hashable:
         """Return what calls of the group have in common if they do the same; None if that is not known.
 
-        It is not for a tensor that is not traced, that shares memory with another or begins within its memory, and for
-        an argument that has no simple value.
+        It is not for a tensor that is not traced, has hooks, shares memory with another or begins within its memory,
+        and for an argument that has no simple value.
         """
         read = self.read()
         others = [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
-        apart = len({identity(tensor) for tensor in read}) == len(read)
-        traced = all(type(x) in (compat.FakeTensor, nn.Parameter) and compat.node_of(x) is not None for x in read)
-        whole = not any(tensor.storage_offset() or tensor.is_conj() or tensor.is_neg() for tensor in read)
-        if not traced or not apart or not whole or not all(isinstance(value, PLAIN) for value in others):
+        if not all(map(_is_traced, read)) or not all(isinstance(value, PLAIN) for value in others):
             return None
-        values = tuple((type(value), value) for value in others)
+        if len({identity(tensor) for tensor in read}) < len(read):
+            return None
         geometries = tuple((geometry(tensor), tensor.is_leaf) for tensor in read)
-        return self.group.key_of(self.layer), self.nest, values, geometries, compat_repeats.autocast_state()
+        values = tuple(map(plain, others))
+        return self.group.key_of(self.layer), self.nest, values, geometries, compat_repeats.surroundings()
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a plain one of the trace, from the beginning of its memory on, without hooks."""
+    if type(tensor) not in (compat.FakeTensor, nn.Parameter) or compat.node_of(tensor) is None:
+        return False
+    return not (tensor.storage_offset() or tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks)
 
 
 def template_of(call: Call, mode: CaptureMode) -> Template:
@@ -176,8 +190,6 @@ def template_of(call: Call, mode: CaptureMode) -> Template:
             raise
         except Exception as error:
             raise NoTemplateError(str(error)) from error
-        if state.has_changed():
-            raise NoTemplateError("it changes attributes")
         template = tracing.template(graph, state.calls())
     template.check()
     return template

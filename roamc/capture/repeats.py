@@ -5,8 +5,9 @@
 
 The copies are the nodes that tracing each layer would give, in the same order and under the same names. Where that is
 not certain nothing is copied, see :class:`roamc.capture.layer_template.NoTemplateError`. Where it shows only later, the
-whole step is traced again, see :class:`DiffersError`. A layer that reads what no attribute of it says, such as a global
-counter, is taken for like the others; so steps that are to run are traced whole, and only plans are made like this.
+whole step is traced again, see :class:`DiffersError`. What a layer reads past its arguments and attributes does not
+show: only layers of packages that are known are copied, see :mod:`roamc.capture.alike`, only for plans, and steps that
+are to run are traced whole.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from roamc import compat, compat_repeats
 from roamc.capture.alike import Group, geometry, groups_of
@@ -53,7 +55,7 @@ class _CopiedLayer(torch.autograd.Function):
             raise DiffersError("a gradient is differentiated, or backward runs twice")
         for tangent, like in zip(tangents, template.tangents, strict=True):
             node = None if tangent is None else compat.node_of(tangent)
-            if tangent is None or node is None or geometry(tangent) != geometry(like.meta["val"]):
+            if tangent is None or node is None or _is_odd(tangent) or geometry(tangent) != geometry(like.meta["val"]):
                 raise DiffersError("a result has no gradient, or one of another geometry")
             copies.bind(like, node)
         copies.append(template.backward)
@@ -61,19 +63,60 @@ class _CopiedLayer(torch.autograd.Function):
         return None, None, *gradients
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """A copied layer.
+
+    Attributes:
+        template: what it was copied from.
+        copies: its nodes.
+        parameters: nodes of its parameters and buffers.
+    """
+
+    template: Template
+    copies: Copies
+    parameters: Sequence[fx.Node | None]
+
+
+def _check_users(copied: _Copied, own: Collection[fx.Node]) -> None:
+    """Check who reads the parameters and gradients of a copied layer; ``own`` are the nodes of all copied layers.
+
+    Raises:
+        DiffersError: parameters are read elsewhere, as autocast has cast them for the layer; a gradient is not asked
+            for; or is added to others: autograd adds each as soon as it is there, inside of a layer, too.
+    """
+    readers = {user for node in copied.parameters if node is not None for user in node.users}
+    if not readers <= copied.copies.own:
+        raise DiffersError("a parameter of a copied layer is read elsewhere")
+    node_of = copied.copies.node_of
+    for gradient in (node_of[node] for node in copied.template.gradients if node in node_of):
+        if not gradient.users:
+            raise DiffersError("a gradient of a copied layer is not asked for")
+        if any(user.target is aten.add.Tensor and user not in own for user in gradient.users):
+            raise DiffersError("a gradient of a copied layer is added to others")
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` begins within its memory, or is lazily conjugated or negated."""
+    return bool(tensor.storage_offset()) or tensor.is_conj() or tensor.is_neg()
+
+
 class Repeats:
     """Copies layers of a model that are alike while a step of it is traced.
 
     Args:
         model: the model, as it is outside of the trace.
+        trained: the parameters whose gradients the step asks for; nothing is copied if others require one.
         mode: the fake mode of the trace.
     """
 
-    def __init__(self, model: nn.Module, mode: CaptureMode) -> None:
+    def __init__(self, model: nn.Module, trained: Iterable[nn.Parameter], mode: CaptureMode) -> None:
         self._mode = mode
-        self._groups = groups_of(model)
+        asked = set(map(id, trained))
+        needed = all(id(parameter) in asked for parameter in model.parameters() if parameter.requires_grad)
+        self._groups = groups_of(model) if needed else []
         self._templates: dict[Hashable, Template | None] = {}
-        self._copied: list[tuple[Template, Copies]] = []
+        self._copied: list[_Copied] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     @contextlib.contextmanager
@@ -82,8 +125,7 @@ class Repeats:
         with contextlib.ExitStack() as patches:
             for group in self._groups:
                 for layer in group.layers:
-                    call = functools.partial(self._call, group, layer, layer.forward)
-                    patches.enter_context(mock.patch.object(layer, "forward", call))
+                    patches.enter_context(mock.patch.object(layer, "forward", self._copying(group, layer)))
             yield
 
     def check(self, held: Mapping[str, Any]) -> None:
@@ -94,38 +136,42 @@ class Repeats:
 
         Raises:
             DiffersError: a layer that was traced on its own has left a tensor elsewhere; what it reads or returns was
-                written to, which may be an error of autograd; or a gradient of it is added to others: autograd adds
-                each as soon as it is there, one of several inside of a layer, too.
+                written to, which may be an error of autograd, or has a hook by now; or as :func:`_check_users`.
         """
         if self._templates and any(isinstance(value, compat.FakeTensor) for value in held.values()):
             raise DiffersError("a tensor of a layer that was traced on its own is used")
         if any(tensor._version != version for tensor, version in self._versions):
             raise DiffersError("what a copied layer reads or returns was written to")
-        own = {node for _, copies in self._copied for node in copies.node_of.values()}
-        for template, copies in self._copied:
-            gradients = [copies.node_of[node] for node in template.gradients if node in copies.node_of]
-            users = [user for node in gradients for user in node.users]
-            if any(user.target is aten.add.Tensor and user not in own for user in users):
-                raise DiffersError("a gradient of a copied layer is added to others")
+        if any(tensor.retains_grad for tensor, _ in self._versions):
+            raise DiffersError("a result of a copied layer keeps its gradient")
+        own = {node for copied in self._copied for node in copied.copies.own}
+        for copied in self._copied:
+            _check_users(copied, own)
 
-    def _call(self, group: Group, layer: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        call = Call(group, layer, forward, *compat.flatten((args, named)))
-        template = self._template_of(call)
-        if template is None:
-            return forward(*args, **named)
-        for calls, more in zip(calls_of(layer), template.calls, strict=True):
+    def _copying(self, group: Group, layer: nn.Module) -> Callable[..., Any]:
+        """The forward of ``layer``, or copies of what it does."""
+        forward: Callable[..., Any] = layer.forward
+
+        @functools.wraps(forward)
+        def call(*args: Any, **named: Any) -> Any:
+            asked = Call(group, layer, forward, *compat.flatten((args, named)))
+            template = self._template_of(asked)
+            return forward(*args, **named) if template is None else self._copy(asked, template)
+
+        return call
+
+    def _copy(self, call: Call, template: Template) -> Any:
+        for calls, more in zip(calls_of(call.layer), template.calls, strict=True):
             calls.count += more
         read = call.read()
         copies = Copies(self._mode, template.inputs, [compat.node_of(tensor) for tensor in read])
         outputs: Sequence[torch.Tensor] = _CopiedLayer.apply(template, copies, *read)  # type: ignore[no-untyped-call]
-        self._copied.append((template, copies))
+        self._copied.append(_Copied(template, copies, tuple(map(compat.node_of, call.named().values()))))
         self._versions += [(tensor, tensor._version) for tensor in (*read, *outputs)]
         return template.result.with_tensors(outputs)
 
     def _template_of(self, call: Call) -> Template | None:
-        if not torch.is_grad_enabled() or compat.saved_tensor_hooks_active() or compat_repeats.has_global_hooks():
-            return None
-        key = call.key()
+        key = call.key() if compat_repeats.is_plain_call() else None
         if key is None:
             return None
         if (id(call.group), key) not in self._templates:

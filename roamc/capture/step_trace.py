@@ -138,7 +138,7 @@ class Trace:
     def _traced(self, fakes: list[torch.Tensor], mode: compat.CaptureMode) -> fx.GraphModule:
         if not self.request.repeated:
             return compat.trace(self._step, fakes, mode)
-        self.repeats = Repeats(self.request.model, mode)
+        self.repeats = Repeats(self.request.model, (self.parameters[name] for name in self.trained), mode)
         try:
             module = compat.trace(self._step, fakes, mode)
             constants = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}

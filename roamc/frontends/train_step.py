@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -194,7 +194,8 @@ class TrainStep:
         leaves, nest = take_apart((batch, named))
         take_parameters_apart(self.model)
         self._key(leaves, nest)  # refuses what no plan is made for
-        captured, _, seconds = _captured(self._request(leaves, nest))
+        request = replace(self._request(leaves, nest), repeated=True)
+        captured, _, seconds = _captured(request)
         graph = captured.graph.replace(in_flight=in_flight)
         planned = together.alone(graph, self.options, self._meeting(captured))
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
