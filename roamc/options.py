@@ -118,6 +118,8 @@ def parse_options(settings: Mapping[str, Any] | None) -> Options:
 def _unknown(name: str, names: list[str]) -> str:
     if name == "options":  # as torch.compile takes them
         return "options are keyword arguments here: memory_budget='min' in place of options={'memory_budget': 'min'}"
+    if name in ("mesh", "tp_plan", "stage"):
+        return f"{name} is for roamc.plan, whose ranks need not be there; what runs has the mesh of its model and ranks"
     return f"unknown option {name!r}{nearest(name, names)} Valid options: {', '.join(names)}"
 
 

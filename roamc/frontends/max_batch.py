@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from roamc import compat
 from roamc.errors import BudgetError, CaptureError, OptionError
@@ -63,7 +64,7 @@ def max_batch(
         CaptureError: the function returns something else, a model built outside of it, or the same step for all sizes.
     """
     parsed = parse_options({**options, "memory_budget": memory_budget})
-    if not callable(make):
+    if not callable(make) or isinstance(make, nn.Module):
         raise CaptureError(
             f"max_batch takes a function of a size that returns (model, inputs, ...), not {type(make).__name__}"
         )

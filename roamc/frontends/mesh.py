@@ -57,16 +57,24 @@ def parse_mesh(mesh: str | Mapping[str, int]) -> Mesh:
     """
     if not isinstance(mesh, str | Mapping):
         raise OptionError(f"mesh must name its axes, such as 'tp=8' or {{'tp': 8}}, not {mesh!r}")
-    pairs = [parse_setting(text) for text in mesh.split(",")] if isinstance(mesh, str) else list(mesh.items())
+    pairs = list(map(_axis, mesh.split(","))) if isinstance(mesh, str) else list(mesh.items())
     axes = [field.name for field in dataclasses.fields(Mesh)]
     sizes: dict[str, int] = {}
     for axis, size in pairs:
         if axis not in axes:
-            raise OptionError(f"the mesh has no axis {axis!r}{nearest(axis, axes)} Axes: {', '.join(axes)}")
+            raise OptionError(f"the mesh has no axis {axis!r}{nearest(str(axis), axes)} Axes: {', '.join(axes)}")
         if axis in sizes:
             raise OptionError(f"axis {axis} of the mesh is named twice")
         sizes[axis] = _size(axis, size)
     return Mesh(**sizes)
+
+
+def _axis(text: str) -> tuple[str, Setting]:
+    """Read an axis, such as ``tp=8``."""
+    try:
+        return parse_setting(text)
+    except OptionError:
+        raise OptionError(f"{text!r} is no axis of a mesh with its size; write a mesh as 'dp=1,pp=8,tp=8'") from None
 
 
 def _size(axis: str, size: Setting) -> int:

@@ -154,6 +154,8 @@ def plan(
             f"plan takes loss_fn and optimizer together, for a whole step, or neither, for the model's forward and "
             f"backward: {missing} is missing"
         )
+    if tp_plan is not None and mesh is None:
+        raise OptionError("tp_plan says how a mesh splits layers: give mesh={'tp': N} as well")
     step_of = functools.partial(_plan, loss_fn=loss_fn, clip_grad_norm=clip_grad_norm, keywords=keywords)
     if mesh is None and stage is None:
         return step_of(model, batch, optimizer, 1)

@@ -121,3 +121,8 @@ def test_inputs_that_do_not_fit(inputs: Any, loss_fn: Any, said: str, forward_ba
 def test_what_makes_the_model_is_a_function() -> None:
     with pytest.raises(CaptureError, match=r"takes a function of a size .* not tuple"):
         roamc.max_batch(make(1), "1MB")  # type: ignore[arg-type]
+
+
+def test_a_model_is_no_function_of_a_size() -> None:
+    with pytest.raises(CaptureError, match=r"takes a function of a size .* not Linear"):
+        max_batch(torch.nn.Linear(2, 2), 1000)
