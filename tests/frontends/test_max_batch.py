@@ -125,4 +125,4 @@ def test_what_makes_the_model_is_a_function() -> None:
 
 def test_a_model_is_no_function_of_a_size() -> None:
     with pytest.raises(CaptureError, match=r"takes a function of a size .* not Linear"):
-        max_batch(torch.nn.Linear(2, 2), 1000)
+        roamc.max_batch(nn.Linear(2, 2), 1000)
