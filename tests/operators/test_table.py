@@ -116,6 +116,7 @@ SUBJECTS = {
     "roamc/capture/in_place_values.py": "clones that autograd keeps",
     "roamc/capture/in_place_views.py": "views in place",
     "roamc/capture/recurrent.py": "recurrent layers",
+    "roamc/capture/repeats.py": "sums of gradients",
     "roamc/capture/returned_inputs.py": "copies to the caller's tensors",
     "roamc/capture/step_trace.py": "detach",
     "roamc/compat.py": "what fake tensors cannot tell, and what torch's cache of them tells wrongly",
