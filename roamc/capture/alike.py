@@ -16,12 +16,13 @@ from unittest import mock
 import torch
 from torch import nn
 
+from roamc.capture import python_keys
 from roamc.capture.tensor_parallel import Calls
 
 MIN_LAYERS = 3
 """Smallest group of layers; fewer are not worth a trace of their own."""
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
+PLAIN = (*python_keys.PLAIN, torch.Size, torch.layout)
 """Types of attributes that are alike if they are equal; others are alike if they are the same object."""
 
 TRUSTED = ("torch", "transformers", "roamc")
@@ -105,16 +106,16 @@ def groups_of(model: nn.Module) -> list[Group]:
     return groups
 
 
-def plain(value: Any) -> Hashable:
-    """Return what equal values of a :data:`PLAIN` type have in common; zeros of either sign are not equal."""
-    return type(value), repr(value)
-
-
 def geometry(tensor: torch.Tensor | None) -> Hashable:
     """Return what tensors have in common that are alike, but for their values; None for none."""
     if tensor is None:
         return None
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` begins where its memory does, and is not lazily conjugated or negated."""
+    return not (tensor.storage_offset() or tensor.is_conj() or tensor.is_neg())
 
 
 def _holders(module: nn.Module) -> Counter[int]:
@@ -165,10 +166,10 @@ def _key_of(layer: nn.Module, besides: Sequence[str] = ()) -> Hashable:
 def _setting(value: Any) -> Hashable:
     if type(value) is int or isinstance(value, Calls) or (isinstance(value, dict | set | list) and not value):
         return type(value).__qualname__
-    if isinstance(value, PLAIN):
-        return plain(value)
+    if type(value) in PLAIN:
+        return python_keys.of_plain(value)
     if isinstance(value, tuple):
-        return type(value), tuple(plain(item) if type(item) is int else _setting(item) for item in value)
+        return type(value), tuple(python_keys.of_plain(item) if type(item) is int else _setting(item) for item in value)
     return id(value)
 
 

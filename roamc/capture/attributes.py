@@ -68,7 +68,7 @@ def put_back(modules: Sequence[nn.Module]) -> Iterator[list[Change]]:
         for module, own in before:
             changes += _put_back(module, own)
         for value, content in [pair for pair in inside.values() if _holds_traced(pair[0], DEEP)]:
-            _refill(value, content)
+            refill(value, content)
 
 
 def check_carried(model: nn.Module, changes: Sequence[Change], reads: python_state.Reads) -> None:
@@ -152,7 +152,7 @@ def _containers(values: Sequence[Any], depth: int) -> Iterator[Any]:
             yield from _containers(_items(value), depth - 1)
 
 
-def _refill(value: Any, content: Any) -> None:
+def refill(value: Any, content: Any) -> None:
     """Give a list, dict or set the elements that it had."""
     value.clear()
     (value.extend if isinstance(value, list) else value.update)(content)

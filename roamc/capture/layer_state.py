@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from roamc.capture.attributes import refill
 from roamc.capture.tensor_parallel import calls_of
 
 
@@ -32,8 +33,7 @@ class LayerState:
         """Put everything back, in its order."""
         for held, before in self._before:
             if list(map(id, held)) != list(map(id, before)) or _identities(held) != _identities(before):
-                held.clear()
-                (held.extend if isinstance(held, list) else held.update)(before)
+                refill(held, before)
         for calls, count in self._counts:
             calls.count = count
 

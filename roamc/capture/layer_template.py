@@ -10,7 +10,8 @@ import torch
 from torch import fx, nn
 
 from roamc import compat, compat_repeats
-from roamc.capture.alike import PLAIN, Group, geometry, plain
+from roamc.capture import python_keys
+from roamc.capture.alike import PLAIN, Group, geometry, is_whole
 from roamc.capture.layer_state import LayerState, kept
 from roamc.compat import CaptureMode, identity
 from roamc.operators import ops
@@ -155,12 +156,12 @@ class Call:
         """
         read = self.read()
         others = [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
-        if not all(map(_is_traced, read)) or not all(isinstance(value, PLAIN) for value in others):
+        if not all(map(_is_traced, read)) or not all(type(value) in PLAIN for value in others):
             return None
         if len({identity(tensor) for tensor in read}) < len(read):
             return None
         geometries = tuple((geometry(tensor), tensor.is_leaf) for tensor in read)
-        values = tuple(map(plain, others))
+        values = tuple(map(python_keys.of_plain, others))
         return self.group.key_of(self.layer), self.nest, values, geometries, compat_repeats.surroundings()
 
 
@@ -168,7 +169,7 @@ def _is_traced(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a plain one of the trace, from the beginning of its memory on, without hooks."""
     if type(tensor) not in (compat.FakeTensor, nn.Parameter) or compat.node_of(tensor) is None:
         return False
-    return not (tensor.storage_offset() or tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks)
+    return is_whole(tensor) and not tensor._backward_hooks
 
 
 def template_of(call: Call, mode: CaptureMode) -> Template:
@@ -245,7 +246,7 @@ def _checked(result: Result) -> list[torch.Tensor]:
     others = [leaf for leaf in result.leaves if not isinstance(leaf, torch.Tensor)]
     if not tensors or not all(tensor.requires_grad for tensor in tensors):
         raise NoTemplateError("it returns no tensor, or one without gradient")
-    if not all(isinstance(value, PLAIN) for value in others):
+    if not all(type(value) in PLAIN for value in others):
         raise NoTemplateError("it returns something else than tensors and simple values")
     return tensors
 

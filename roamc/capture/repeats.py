@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat, compat_repeats
-from roamc.capture.alike import Group, geometry, groups_of
+from roamc.capture.alike import Group, geometry, groups_of, is_whole
 from roamc.capture.layer_template import Call, NoTemplateError, Template, template_of
 from roamc.capture.tensor_parallel import calls_of
 from roamc.compat import CaptureMode
@@ -55,7 +55,12 @@ class _CopiedLayer(torch.autograd.Function):
             raise DiffersError("a gradient is differentiated, or backward runs twice")
         for tangent, like in zip(tangents, template.tangents, strict=True):
             node = None if tangent is None else compat.node_of(tangent)
-            if tangent is None or node is None or _is_odd(tangent) or geometry(tangent) != geometry(like.meta["val"]):
+            if (
+                tangent is None
+                or node is None
+                or not is_whole(tangent)
+                or geometry(tangent) != geometry(like.meta["val"])
+            ):
                 raise DiffersError("a result has no gradient, or one of another geometry")
             copies.bind(like, node)
         copies.append(template.backward)
@@ -94,11 +99,6 @@ def _check_users(copied: _Copied, own: Collection[fx.Node]) -> None:
             raise DiffersError("a gradient of a copied layer is not asked for")
         if any(user.target is aten.add.Tensor and user not in own for user in gradient.users):
             raise DiffersError("a gradient of a copied layer is added to others")
-
-
-def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` begins within its memory, or is lazily conjugated or negated."""
-    return bool(tensor.storage_offset()) or tensor.is_conj() or tensor.is_neg()
 
 
 class Repeats:
