@@ -30,6 +30,7 @@ FLOOR = tuple(
             "compat_repeats",
             "decode",
             "errors",
+            "exchange",
             "files",
         ),
         *("interruptions", "locks", "progress", "units", "version"),
@@ -65,16 +66,9 @@ MAY_IMPORT = {
     "roamc.cli": ("roamc",),
     "roamc": ("roamc",),
 }
-GROUP_JUDGES = (
-    "group_judge",
-    "group_needs",
-    "group_verdicts",
-    "block_judge",
-    "kernel_judge",
-    "kernel_values",
-    "launch_judge",
-    "partials_judge",
-    "triton_stand_in",
+GROUP_JUDGES = (  # what checks fused groups: every judge of programs, and what judges share
+    *sorted(file.stem for file in (ROOT / "roamc/codegen").glob("*_judge.py")),
+    *("group_needs", "group_verdicts", "kernel_columns", "kernel_values", "triton_stand_in"),
 )
 GROUP_EMITTERS = (
     *("roamc.operators.blocks", "roamc.operators.block_source.text_of", "roamc.operators.out_variants"),

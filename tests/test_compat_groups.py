@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from roamc import compat_groups
+from roamc import compat_groups, exchange
 from roamc.errors import RanksError
-from roamc.graph import ranks
 from tests.parallel import some_group
 
 
@@ -111,10 +110,10 @@ def test_a_store_that_ended_with_its_process_is_one_clear_error(monkeypatch: pyt
     asked, group = dist.TCPStore("127.0.0.1", held.port, None, False), Group(1)
     process_groups: dict[Any, Any] = dist.distributed_c10d._world.pg_map
     monkeypatch.setitem(process_groups, group, ("gloo", asked))
-    monkeypatch.setattr(ranks, "numbers_in", lambda group: [0, 1])
+    monkeypatch.setattr(exchange, "numbers_in", lambda group: [0, 1])
     del held
     with pytest.raises(RanksError, match=r"the store in which ranks 0, 1 meet to plan it does not answer: .* ended"):
-        ranks.texts_of(group, "", "Model", "plan it")
+        exchange.texts_of(group, "", "Model", "plan it")
 
 
 def test_a_group_that_is_not_known_is_no_other_group() -> None:

@@ -28,8 +28,8 @@ from roamc.capture.sharing import base_of
 from roamc.compat import identity
 from roamc.compat_fsdp import Sharding, gathered_tensor, settings_of, shardings_of
 from roamc.errors import CaptureError
+from roamc.exchange import difference, first_difference
 from roamc.graph import Phase, operators
-from roamc.graph.ranks import difference, first_difference
 from roamc.graph.rewrite import derived, mode_of
 from roamc.operators import ops
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from roamc.compat_fsdp import is_wrapped
 from roamc.compat_modules import modules_of
 from roamc.errors import CaptureError
-from roamc.graph.ranks import first_difference
+from roamc.exchange import first_difference
 from roamc.graph.rewrite import Writer
 
 aten = torch.ops.aten

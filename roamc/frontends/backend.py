@@ -19,14 +19,14 @@ from typing import Any
 
 from torch import fx
 
-from roamc import compat_aot, compat_dynamo, notices
+from roamc import compat_aot, compat_dynamo, exchange, notices
 from roamc.budget import is_share
 from roamc.capture import joint, recurrent
 from roamc.capture.shared import shared_by
 from roamc.codegen.partition import partitioned
 from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.frontends.dynamic_shapes import BySize, has_open_sizes
-from roamc.graph import TrainGraph, ranks
+from roamc.graph import TrainGraph
 from roamc.graph.memory import WROTE_OVER
 from roamc.interruptions import interruption
 from roamc.locks import Lock
@@ -308,7 +308,7 @@ class _Job:
     def fall_back(self, error: Exception, who: str) -> None:
         """Warn that ``error`` ended planning and ``who`` runs the graph now; raise it if strict, about options, or an
         interruption."""
-        ranks.give_up(error)
+        exchange.give_up(error)
         stopped = interruption(error)
         if stopped is not None or self.options.strict or isinstance(error, OptionError | BudgetError):
             raise stopped or error
@@ -356,7 +356,7 @@ class _Unit:
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Return the compiled function of a graph whose sizes are known; the graph's own if AOTAutograd refuses it."""
-        ranks.begin()
+        exchange.begin()
         backend = compat_aot.aot_backend(
             forward=self.forward, backward=self.backward, inference=self.inference, partition=self.partition
         )
@@ -364,7 +364,7 @@ class _Unit:
             with recurrent.decomposed(), compat_aot.writes_marked(WROTE_OVER):
                 compiled: Callable[..., Any] = backend(gm, inputs)
         except (RoamcError, compat_dynamo.DynamoError) as error:
-            ranks.give_up(error)
+            exchange.give_up(error)
             raise
         except Exception as error:  # AOTAutograd takes less than eager does
             self.job.fall_back(shared_by(error) or error, "eager PyTorch")

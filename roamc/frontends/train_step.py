@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roamc import compat, compat_hooks, notices
+from roamc import compat, compat_hooks, exchange, notices
 from roamc.capture import attributes, fully_sharded, python_keys, python_state, replicas
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import NodeHooks, hooks_key
@@ -39,7 +39,6 @@ from roamc.frontends.arguments import (
     check_optimizer,
 )
 from roamc.frontends.bound_step import BoundStep
-from roamc.graph import ranks
 from roamc.graph.fingerprint import fingerprint
 from roamc.interruptions import interruption, uninterrupted
 from roamc.locks import Lock
@@ -335,11 +334,11 @@ class TrainStep:
         cohorts = bound.cohorts_now() if bound is not None else None
         if key is None or bound is None or cohorts is None:
             outside, inside = self._loss_key(inside=False), self._loss_key(inside=True)
-            ranks.begin()
+            exchange.begin()
             try:
                 bound, reads = self._build(leaves, nest)
             except Exception as error:
-                ranks.give_up(error)
+                exchange.give_up(error)
                 raise
             fresh = _Key((*current[:LOSS], self._unwritten(outside, inside), *current[LOSS + 1 :]), reads)
             if key is not None:

@@ -27,17 +27,10 @@ import torch
 
 from roamc.compat_groups import is_planned_for, numbers_in, rank_in, ranks_in
 from roamc.errors import BudgetError, OptionError, RanksError, RoamcError
+from roamc.exchange import FIRST_STEP, ON_SHARDS, first_other, in_words, texts_of
 from roamc.graph import TrainGraph
 from roamc.graph.fingerprint import fingerprint
-from roamc.graph.ranks import (
-    FIRST_STEP,
-    ON_SHARDS,
-    collectives_of,
-    first_other,
-    in_words,
-    texts_of,
-    with_same_plan,
-)
+from roamc.graph.ranks import collectives_of, with_same_plan
 from roamc.options import Options
 from roamc.passes.shard import choose
 from roamc.planning import search

@@ -18,8 +18,9 @@ import torch
 from roamc.codegen.source import Entry
 from roamc.compat_groups import numbers_in
 from roamc.errors import RanksError
+from roamc.exchange import in_words, texts_of
 from roamc.graph import Agreement, Phase, TrainGraph, attribute, placeholders
-from roamc.graph.ranks import collectives_of, in_words, texts_of
+from roamc.graph.ranks import collectives_of
 from roamc.operators.random import save_rng_state
 
 CHUNK = 1 << 24

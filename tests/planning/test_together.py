@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc import budget
+from roamc import budget, exchange
 from roamc.errors import BudgetError, PlanError, RanksError, VerifyError
-from roamc.graph import SamePlan, TrainGraph, ranks
+from roamc.graph import SamePlan, TrainGraph
 from roamc.options import parse_options
 from roamc.passes.shard import choose
 from roamc.planning import search, together
@@ -272,12 +272,12 @@ def test_a_plan_made_without_the_others_is_that_of_all(monkeypatch: pytest.Monke
 
 def test_a_graph_that_is_given_up_ends_no_wait_of_a_program_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = []
-    monkeypatch.setattr(ranks, "exchanged", lambda group, text, number: numbers.append(number) or [text])
-    monkeypatch.setattr(ranks, "numbers_in", lambda group: [0])
-    ranks.begin()
-    ranks.texts_of("group", "text", "name", "plan it")
-    ranks.texts_of("group", "text", "name", "compare its batch", compiling=False)
-    assert numbers == [ranks._attempts.present, ranks.NOBODY]
+    monkeypatch.setattr(exchange, "exchanged", lambda group, text, number: numbers.append(number) or [text])
+    monkeypatch.setattr(exchange, "numbers_in", lambda group: [0])
+    exchange.begin()
+    exchange.texts_of("group", "text", "name", "plan it")
+    exchange.texts_of("group", "text", "name", "compare its batch", compiling=False)
+    assert numbers == [exchange._attempts.present, exchange.NOBODY]
     assert numbers[0] != numbers[1]
 
 
