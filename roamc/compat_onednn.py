@@ -28,13 +28,13 @@ Product = Callable[[Tensor, Tensor, Tensor, float], None]
 
 @functools.cache
 def product_into() -> Product | None:
-    """Return oneDNN's matrix product for float32 tensors on a CPU; None where this torch does not have it.
+    """Return oneDNN's matrix product for float32 tensors on a CPU; None where torch or the processor does not have it.
 
     The result is a function of (first, second, out, beta) that writes ``first @ second + beta * out`` to ``out``; beta
     is 0 or 1. Tensors have 2 dimensions, or 3 with a batch in front, and none of size 0. ``first`` and ``second`` may
     have any strides; ``out`` is contiguous.
     """
-    if not torch.backends.mkldnn.is_available() or not sys.platform.startswith("linux"):
+    if not torch.backends.mkldnn.is_available() or not sys.platform.startswith("linux") or not _takes_this_processor():
         return None
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
@@ -49,6 +49,14 @@ def product_into() -> Product | None:
         function(_reference(first), _reference(second), _reference(out), beta, 1.0)
 
     return product if _is_right(product) else None
+
+
+def _takes_this_processor() -> bool:
+    """Whether the C++ function takes any tensors here: it asks for AVX-512 or AVX-NE-CONVERT, whatever their type.
+
+    Its exception could not leave it, and would end the process: this asks what the function itself asks.
+    """
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _check(*tensors: Tensor) -> None:

@@ -127,6 +127,11 @@ def test_a_torch_without_the_function_has_no_product(monkeypatch: pytest.MonkeyP
     assert product_into.__wrapped__() is None
 
 
+def test_a_processor_that_the_function_refuses_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat_onednn, "_takes_this_processor", lambda: False)
+    assert product_into.__wrapped__() is None
+
+
 def test_a_function_that_multiplies_wrongly_is_not_taken() -> None:
     def forgets_beta(first: Tensor, second: Tensor, out: Tensor, beta: float) -> None:
         out.copy_(first @ second)
