@@ -6,15 +6,22 @@ fall back on it; and an operator of the program may have ended just before it, s
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal.getsignal is 30 times as slow: each step asks for all
 import builtins
 import contextlib
 import functools
 import inspect
 import signal
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any
+
+_NUMBERS = tuple(sorted(signal.valid_signals()))
+
+TRACED = "roamc held this signal back until tracing had ended: no operator has run, and no tensor has changed"
+"""Note to what a handler of a signal raises that came while roamc traced."""
 
 
 def interruption(error: BaseException) -> BaseException | None:
@@ -57,36 +64,79 @@ def came_from_elsewhere(error: BaseException, program: str, kernels: str) -> boo
 
 
 @contextlib.contextmanager
-def uninterrupted(waits: int | None = None) -> Iterator[None]:
-    """Let what runs inside end before Ctrl-C takes effect.
+def uninterrupted(done: str, waits: int | None = None) -> Iterator[None]:
+    """Let what runs inside end before handlers of signals run, Ctrl-C's among them.
 
     A step cut short would leave some parameters updated, and torch may end the process where an exception comes out
-    of Python code that it calls while it traces.
+    of Python code that it calls while it traces. However often a signal came meanwhile, its handler runs once.
 
     Args:
-        waits: how often Ctrl-C has to wait; one more takes effect at once, as what runs inside may hang. None: always.
+        done: what has happened if what runs inside has ended; a note to the error of a handler that raises then.
+        waits: how often a signal has to wait; one more takes effect at once, as it may hang inside. None: always.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler: Any = before
-    pending: list[Any] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if waits is not None and len(pending) == waits:
-            pending.clear()
-            handler(number, frame)
-        else:
-            pending.append((number, frame))
-
-    signal.signal(signal.SIGINT, hold)
+    signals = _Signals(waits)
+    ended = False
     try:
+        signals.hold_back()
         yield
+        ended = True
     finally:
-        signal.signal(signal.SIGINT, handler)
-    if pending:
-        handler(*pending[0])
+        try:
+            signals.let_go()
+        except BaseException as error:
+            if ended:
+                error.add_note(done)
+            raise
+
+
+class _Signals:
+    """The signals that have a handler written in Python, and those of them that wait.
+
+    Args:
+        waits: how often a signal has to wait, as for :func:`uninterrupted`.
+    """
+
+    def __init__(self, waits: int | None) -> None:
+        self._waits = waits
+        every = ((number, _signal.getsignal(number)) for number in _NUMBERS)
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {n: h for n, h in every if callable(h)}
+        self._holds = True
+        self._came: Counter[int] = Counter()
+        self._pending: dict[int, FrameType | None] = {}
+
+    def hold_back(self) -> None:
+        for number in self._handlers:
+            signal.signal(number, self._hold)
+
+    def let_go(self) -> None:
+        """Put the handlers back and run those whose signals came; each runs, whether or not one before it raises."""
+        self._holds = False  # a handler that raises amid these lines leaves no signal unheard
+        try:
+            for number, handler in self._handlers.items():
+                if _signal.getsignal(number) == self._hold:  # else what ran inside has set another
+                    signal.signal(number, handler)
+        finally:
+            self._run(list(self._pending.items()))
+
+    def _run(self, pending: list[tuple[int, FrameType | None]]) -> None:
+        if pending:
+            number, frame = pending[0]
+            try:
+                self._handlers[number](number, frame)
+            finally:
+                self._run(pending[1:])
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        self._came[number] += 1
+        if self._holds and (self._waits is None or self._came[number] <= self._waits):
+            self._pending.setdefault(number, frame)
+        else:
+            self._came[number] = 0
+            self._pending.pop(number, None)
+            self._handlers[number](number, frame)
 
 
 def _takes_a_frame(frame: FrameType) -> bool:

@@ -35,7 +35,7 @@ from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values,
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.rewrite import given, mode_of, value_of
 from roamc.graph.storage_ids import number
-from roamc.interruptions import uninterrupted
+from roamc.interruptions import TRACED, uninterrupted
 from roamc.operators import ops
 from roamc.operators.corrections import correct
 from roamc.operators.random import replay, save_rng_state, state_bytes
@@ -65,7 +65,7 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         return model(*args, **kwargs)
 
     with (
-        uninterrupted(waits=1),
+        uninterrupted(TRACED, waits=1),
         recurrent.decomposed(),
         compat_dynamo.unchecked_distributions(),
         compat_aot.writes_marked(WROTE_OVER),

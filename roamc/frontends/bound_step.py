@@ -19,6 +19,11 @@ from roamc.interruptions import uninterrupted
 from roamc.planning.plan import Plan
 from roamc.runtime.program import Whole
 
+STEP_DONE = (
+    "roamc.train_step held this signal back until its step was whole: parameters and optimizer state are those after it"
+)
+"""Note to what a handler of a signal raises that came in the middle of a step."""
+
 
 class BoundStep:
     """One captured step bound to the live model and optimizer: it runs the step, and says whether it still may.
@@ -98,7 +103,7 @@ class BoundStep:
         if self.has_parts:  # the program gets parts, which do not say of what
             for name, group in self.group.items():
                 check_state(self.optimizer, self.rule, name, live[name], self.optimizer.param_groups[group])
-        with torch.no_grad(), _no_autocast(), uninterrupted(), self._with_state(live), self._counted(live):
+        with torch.no_grad(), _no_autocast(), uninterrupted(STEP_DONE), self._with_state(live), self._counted(live):
             loss, *gradients = self.whole(self._arguments(leaves, live, cohorts))
             _accumulate([leaves[index] for index in self.handed], gradients)
         if self.has_parts:  # the program has written to the parts alone

@@ -85,7 +85,10 @@ def train_step(
 
     What Python reads during tracing is fixed for that batch shape. Modules, optimizer groups, and what the loss
     function reads of the objects that it names are watched: a change makes a new plan. Side effects of Python (lists,
-    counters, prints) happen during tracing only. Ctrl-C waits for tracing to end; a second Ctrl-C does not.
+    counters, prints) happen during tracing only.
+
+    Handlers of signals, Ctrl-C's among them, wait until a step is whole, and until tracing has ended; a second signal
+    does not wait for tracing.
 
     Hooks of modules, of tensors inside the model, and ``Tensor.register_hook`` of parameters become part of the
     program. Optimizer step hooks run at every step; pre-hooks run before forward, so they may set what the update

@@ -40,7 +40,7 @@ from roamc.frontends.arguments import (
 )
 from roamc.frontends.bound_step import BoundStep
 from roamc.graph.fingerprint import fingerprint
-from roamc.interruptions import interruption, uninterrupted
+from roamc.interruptions import TRACED, interruption, uninterrupted
 from roamc.locks import Lock
 from roamc.options import Options
 from roamc.planning import together
@@ -455,7 +455,7 @@ def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, S
     start = time.perf_counter()
     try:
         modules = tuple(request.model.modules())
-        with uninterrupted(waits=1), _capturing(), python_state.followed(modules) as reads:
+        with uninterrupted(TRACED, waits=1), _capturing(), python_state.followed(modules) as reads:
             captured = capture_step(request)
         attributes.check_carried(request.model, captured.changes, reads)
     except Exception as error:

@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -231,22 +231,35 @@ def test_a_failed_backward_does_no_harm() -> None:
     assert [len(pool.free) for pool in pools(model)] == [1]
 
 
-def interrupting(kernel: Any, at: int) -> Any:
-    """The same kernel, with Ctrl-C pressed during its run number ``at``."""
+def interrupting(kernel: Any, at: int, number: int) -> Any:
+    """The same kernel, with signal ``number`` sent during its run number ``at``."""
     runs = iter(range(1000))
 
     def function(*args: Any, **kwargs: Any) -> None:
         if next(runs) == at:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         kernel.function(*args, **kwargs)
 
     return dataclasses.replace(kernel, function=function)
 
 
+@pytest.fixture
+def a_handler_that_raises() -> Iterator[None]:
+    """That of Ctrl-C, for a time limit and a scheduler's notice, too."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGALRM, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("operator", [aten.embedding.default, aten.embedding_dense_backward.default], ids=str)
-def test_ctrl_c_inside_a_step_lets_it_end(monkeypatch: pytest.MonkeyPatch, operator: Any, at: int) -> None:
-    monkeypatch.setitem(KERNELS, operator, interrupting(KERNELS[operator], at))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM, signal.SIGTERM])
+@pytest.mark.usefixtures("a_handler_that_raises")
+def test_a_signal_inside_a_step_lets_it_end(
+    monkeypatch: pytest.MonkeyPatch, number: int, operator: Any, at: int
+) -> None:
+    monkeypatch.setitem(KERNELS, operator, interrupting(KERNELS[operator], at, number))
     train_until_interrupted()
 
 
