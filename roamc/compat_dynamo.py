@@ -40,10 +40,17 @@ def compiled_code() -> object:
     return None if frame is None else frame.f_code
 
 
-def behind_a_break() -> bool:
-    """Whether the graph that dynamo compiles now begins behind a graph break, where another of the same call ended."""
+def beside_a_break() -> bool:
+    """Whether another graph of the same call ended before the one that dynamo compiles now.
+
+    The one begins after the break, or is that of a function that was called at the break, such as the forward of a
+    ``torch.autograd.Function`` that dynamo does not trace.
+    """
     frame = _compiled_frame()
-    return frame is not None and _RESUMED.match(frame.f_code.co_name) is not None
+    if frame is not None and _RESUMED.match(frame.f_code.co_name) is not None:
+        return True
+    caller = _caller()
+    return caller is not None and _is_compiled_in_part(caller)
 
 
 def compiled_function() -> str:
@@ -60,6 +67,12 @@ def eager_caller() -> CodeType | None:
 
     None if torch.compile was given that function itself, or if dynamo has compiled a part of the caller.
     """
+    caller = _caller()
+    return None if caller is None or _is_compiled_in_part(caller) else caller.f_code
+
+
+def _caller() -> FrameType | None:
+    """What calls the function that dynamo is compiling; None if torch.compile was given that function itself."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not _is_entry(frame):
         frame = frame.f_back
@@ -67,9 +80,11 @@ def eager_caller() -> CodeType | None:
         if frame.f_code.co_filename == eval_frame.__file__:
             return None
         frame = frame.f_back
-    if frame is None or any(name.startswith("__compiled_fn") for name in frame.f_code.co_names):
-        return None
-    return frame.f_code
+    return frame
+
+
+def _is_compiled_in_part(frame: FrameType) -> bool:
+    return any(name.startswith("__compiled_fn") for name in frame.f_code.co_names)
 
 
 def _is_entry(frame: FrameType) -> bool:

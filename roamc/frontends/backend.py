@@ -172,7 +172,7 @@ def compile_graph(
     """
     about = record if record.name else compat_dynamo.compiled_module() or compat_dynamo.compiled_code() or record
     split, caller = compat_dynamo.graph_break(gm), compat_dynamo.eager_caller()
-    piece = split is not None or compat_dynamo.behind_a_break() or caller is not None
+    piece = split is not None or compat_dynamo.beside_a_break() or caller is not None
     job = _Job(_name(gm, record), options, record, about, split, piece)
     job.check_split()
     if caller is not None:

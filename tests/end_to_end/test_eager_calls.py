@@ -129,3 +129,37 @@ def test_parts_of_a_model_that_runs_in_eager_itself_are_pieces(way: str) -> None
         run(model)
     assert len([each for each in caught if "each part of Around.forward by itself" in str(each.message)]) == 1
     assert any("not kept by this small piece" in str(each.message) for each in caught)
+
+
+class Scale(torch.autograd.Function):
+    """A product with two slots; dynamo breaks the graph where one tensor stands in both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradients[0] * scale, gradients[0] * x
+
+
+class Squares(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return Scale.apply(y, y)
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "optimize"])
+def test_a_function_that_is_called_at_a_break_is_a_piece(way: str) -> None:
+    model: Any = Squares(8, 8)
+    if way == "optimize":
+        model = roamc.optimize(model, memory_budget="50%")
+    else:
+        model = torch.compile(model, backend="roamc", options={"memory_budget": "50%"}, dynamic=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(model)
+    plans = roamc.plans()[-2:]
+    assert all(any("not kept by this small piece" in note for note in plan.notes) for plan in plans)
