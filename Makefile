@@ -24,7 +24,7 @@ MARKS = $(shell $(BIN)/python -c 'import torch; print("not sweep" if torch.cuda.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all sweep lint bench clean
+.PHONY: help demo test test-rest test-all test-processors sweep lint bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,6 +41,15 @@ test-rest: $(VENV)/.ready ## run the tests that make test leaves out, the second
 test-all: ## both
 	$(MAKE) test
 	$(MAKE) test-rest
+
+# What other processors would run: kernels of ATen, MKL and oneDNN for smaller instruction sets.
+PROCESSORS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+	MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=AVX2
+
+test-processors: $(VENV)/.ready ## make test as other processors would run it, once for each of PROCESSORS
+	@failed=; for processor in $(PROCESSORS); do echo "== $$processor"; \
+		env $$processor $(MAKE) --no-print-directory test || failed="$$failed $$processor"; done; \
+		test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
 sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, random models, changed plans; takes hours
 	$(PYTEST) -m sweep
