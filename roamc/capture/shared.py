@@ -7,6 +7,8 @@ The trace knows of parameters and buffers which of them share a storage. A batch
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,6 +20,7 @@ from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
 from roamc.graph import TrainGraph, operators, placeholders
 from roamc.graph.memory import written_inputs
+from roamc.units import Bytes
 
 
 def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -31,8 +34,28 @@ def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for memory, group in groups.items() if memory and len(group) > 1)
 
 
+def shared_key(kept: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Return which tensors of a step share memory, hashable: a step with another key is another program.
+
+    Args:
+        kept: parameters and buffers.
+        batch: tensors of the batch.
+
+    Returns:
+        The groups of :func:`sharing`, and of these the pairs with a batch tensor that may have an element in common.
+    """
+    tensors = (*kept, *batch)
+    groups = sharing(tensors)
+    pairs = (pair for group in groups for pair in itertools.combinations(group, 2))
+    return groups, tuple(
+        (first, second)
+        for first, second in pairs
+        if second >= len(kept) and may_overlap(tensors[first], tensors[second])
+    )
+
+
 def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: Mapping[Source, torch.Tensor]) -> None:
-    """Refuse a batch tensor that shares memory with another input of the step, if the step writes one of them.
+    """Refuse a batch tensor that has elements of another input of the step, if the step writes one of them.
 
     Args:
         graph: of the step.
@@ -47,12 +70,51 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: Mapping[
     fed = zip(placeholders(graph.graph), sources, strict=True)
     written = {source for node, source in fed if node.name in names}
     for group in sharing(tensors[source] for source in live_sources):
-        mine = sorted((live_sources[position] for position in group), key=lambda source: source.kind != "batch")
-        if mine[0].kind == "batch" and not written.isdisjoint(mine):
-            raise CaptureError(
-                f"{_words(mine[0], tensors)} shares memory with {_words(mine[1], tensors)}, and the step writes there; "
-                "pass its .detach().clone()"
-            )
+        members = sorted((live_sources[position] for position in group), key=lambda source: source.kind != "batch")
+        for mine, other in itertools.combinations(members, 2):
+            may_clash = mine.kind == "batch" and not written.isdisjoint((mine, other))
+            if may_clash and may_overlap(tensors[mine], tensors[other]):
+                raise CaptureError(
+                    f"{_words(mine, tensors)} shares memory with {_words(other, tensors)}, and the step writes there; "
+                    "pass its .detach().clone()"
+                )
+
+
+def may_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage may have an element in common; False is certain.
+
+    ::
+
+        rows of 4, every other one      first   XXXX....XXXX....     a block of 4 at 0 of every 8
+                                        second  ....XXXX....XXXX     a block of 4 at 4 of every 8
+
+    Each tensor is equal blocks of adjacent elements at distances that are multiples of one number, the period. Where
+    the two blocks do not meet within a period, no elements do.
+
+    Args:
+        first: a tensor of any strides.
+        second: another with elements in the same storage.
+    """
+    (start, end), (other_start, other_end) = _extent(first), _extent(second)
+    if end <= other_start or other_end <= start:
+        return False
+    (block, distances), (other_block, other_distances) = _blocks(first), _blocks(second)
+    period = math.gcd(*distances, *other_distances)
+    ahead = other_start - start
+    return not period or (ahead % period < block) or (-ahead % period < other_block)
+
+
+def _blocks(tensor: torch.Tensor) -> tuple[Bytes, list[Bytes]]:
+    """Return bytes of the largest block of adjacent elements, and the distances between such blocks."""
+    part = part_of(tensor)
+    item = block = part.element_size()
+    distances = []
+    for step, size in sorted((step * item, size) for size, step in zip(part.shape, part.stride(), strict=True)):
+        if not distances and step in (0, block):
+            block = max(block, size * step)
+        elif size > 1:
+            distances.append(step)
+    return block, distances
 
 
 def check_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ from roamc.capture.batch import Nest, check_batch, describe, geometry, put_toget
 from roamc.capture.hooks import NodeHooks, hooks_key
 from roamc.capture.optimizers import rule_for
 from roamc.capture.replicas import check_around, check_whole
-from roamc.capture.shared import check_shared, check_state, sharing
+from roamc.capture.shared import check_shared, check_state, shared_key
 from roamc.capture.step import CapturedStep, Cohort, Source, capture_step, optimizer_key
 from roamc.capture.step_trace import LossFunction, StepRequest
 from roamc.compat_fsdp import take_apart as take_parameters_apart
@@ -293,7 +293,7 @@ class TrainStep:
             self._loss_key(inside=self._watches_inside),
             python_state.of_modules(modules),
             geometries,
-            sharing((*parameters, *buffers, *tensors)),
+            shared_key((*parameters, *buffers), tensors),
             _ties(modules),
             python_state.of_torch(),
             torch.get_num_threads(),

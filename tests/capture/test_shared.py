@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import roamc
-from roamc.capture.shared import sharing
+from roamc.capture.shared import may_overlap, sharing
 from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, state_of, tensors_of
 
 
@@ -163,6 +165,50 @@ def test_a_module_and_its_parameters_exchanged_in_model_and_optimizer() -> None:
         assert_same(step(noise(4, 8)), eager_step(twin, loss, reference, noise(4, 8)))
         assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
     assert_same(state_of(optimizer), state_of(reference))
+
+
+APART: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "every other row": (lambda x: x[::2, :8], lambda x: x[1::2, :8]),
+    "halves": (lambda x: x[:8, :8], lambda x: x[8:, :8]),
+    "columns": (lambda x: x[:8, :8], lambda x: x[:8, 8:]),
+    "columns and rows": (lambda x: x.t()[::2, :8], lambda x: x.t()[1::2, :8]),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_parts_of_a_batch_without_a_common_element(name: str) -> None:
+    model = built()
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, writing, sgd(model), strict=True), sgd(twin)
+    for seed in range(2):
+        ours, theirs = noise(16, 16, seed=seed), noise(16, 16, seed=seed)
+        assert_same(
+            step(*(part(ours) for part in APART[name])),
+            eager_step(twin, writing, reference, *(part(theirs) for part in APART[name])),
+        )
+        assert_same([tensors_of(model), ours], [tensors_of(twin), theirs])
+
+
+def test_parts_that_meet_later_are_refused() -> None:
+    model, x = built(), noise(24, 8)
+    step = roamc.train_step(model, writing, sgd(model), strict=True)
+    step(x[:8], x[16:])
+    with pytest.raises(roamc.CaptureError, match="shares memory"):
+        step(x[:8], x[4:12])
+
+
+@given(st.data())
+def test_tensors_that_may_not_overlap_have_no_element_in_common(data: st.DataObject) -> None:
+    elements = st.integers(0, 4)
+    memory = torch.arange(400)
+    parts = []
+    for _ in range(2):
+        dims = data.draw(st.integers(0, 3))
+        shape = data.draw(st.lists(st.integers(1, 4), min_size=dims, max_size=dims))
+        strides = data.draw(st.lists(elements | st.sampled_from((8, 16)), min_size=dims, max_size=dims))
+        parts.append(memory.as_strided(shape, strides, data.draw(st.integers(0, 40))))
+    common = set(parts[0].flatten().tolist()) & set(parts[1].flatten().tolist())
+    assert not common or may_overlap(*parts)
 
 
 def test_groups_of_tensors_that_share_memory() -> None:
