@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roamc import progress
-from roamc.errors import OptionError, VerifyError
+from roamc.errors import VerifyError
 from roamc.graph import TrainGraph
 from roamc.graph.memory import build_memory
 from roamc.options import Options
@@ -62,12 +62,9 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     ``options.limit_bytes``, the search stops after :data:`TRIAL_WORK`. Progress messages go to :mod:`roamc.progress`.
 
     Raises:
-        OptionError: there is no algorithm named ``options.order``.
         VerifyError: the solver's order breaks a constraint.
     """
     memory = build_memory(graph)
-    if options.order != "best" and options.order not in ALGORITHMS:
-        raise OptionError(f"unknown order {options.order!r}; valid: best, {', '.join(ALGORITHMS)}")
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
     problem, names = order_problem(graph, memory, wanted(memory, options))
     limit = None if options.limit_bytes is None else TRIAL_WORK

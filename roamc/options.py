@@ -11,9 +11,12 @@ from roamc.budget import Budget, parse_budget
 from roamc.cost import load_profile
 from roamc.errors import OptionError, nearest
 from roamc.solvers.layout import EFFORT
+from roamc.solvers.order import ALGORITHMS
 from roamc.units import Bytes
 
 IDLE = ("keep", "free")
+
+ORDERS = ("best", *ALGORITHMS)
 
 NUMERICS = ("exact", "fast")
 
@@ -151,8 +154,8 @@ def _check_ranges(options: Options) -> None:
     for name, value in (("strict", options.strict), ("tune", options.tune)):
         if not isinstance(value, bool):
             raise OptionError(f"{name} must be True or False, not {value!r}")
-    if not isinstance(options.order, str):
-        raise OptionError(f"order must be the name of an ordering algorithm or 'best', not {options.order!r}")
+    if options.order not in ORDERS:
+        raise OptionError(f"unknown order {options.order!r}; valid: {', '.join(ORDERS)}")
     if options.profile is not None and not (isinstance(options.profile, str) and options.profile):
         raise OptionError(f"profile must be a file or the name of a shipped profile, not {options.profile!r}")
     if options.profile is not None:

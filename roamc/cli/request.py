@@ -25,7 +25,7 @@ from roamc.frontends.mesh import Mesh, check_tokens, noted, notes_on, on_mesh, p
 from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings
 from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, parse_setting
 from roamc.graph import TrainGraph, copied, main_device
-from roamc.options import Options, parse_options
+from roamc.options import Options
 from roamc.planning import search
 from roamc.planning.planned import Planned
 from roamc.report.curve import Curve, trace
@@ -293,7 +293,7 @@ def options_of(request: Request) -> Options:
     device = device_of(request.device)
     if device.type == "cuda":
         settings.setdefault("profile", GENERIC["cuda"])
-    options = parse_options(settings)
+    options = search.options_of(settings)
     _check_profile(options, device)
     return options
 

@@ -31,10 +31,11 @@ from roamc.graph.memory import WROTE_OVER
 from roamc.interruptions import interruption
 from roamc.locks import Lock
 from roamc.notices import lost_budget, reason_of, warn_of_failure
-from roamc.options import Options, parse_options
+from roamc.options import Options
 from roamc.planning import together
 from roamc.planning.plan import Plan
 from roamc.planning.planned import RAISE, Planned
+from roamc.planning.search import options_of
 from roamc.runtime.fallback import Boxed, interpreter
 from roamc.runtime.program import OnFailure, Pair, Whole
 from roamc.units import Bytes, format_bytes
@@ -62,7 +63,7 @@ def roamc(
     """
     if mode is not None:
         raise OptionError(f"roamc has no modes; got mode={mode!r}. Use options={{...}}")
-    return compile_graph(gm, example_inputs, parse_options(options), Record())
+    return compile_graph(gm, example_inputs, options_of(options), Record())
 
 
 class Calls:

@@ -13,10 +13,10 @@ from roamc import compat
 from roamc.errors import BudgetError, CaptureError, OptionError
 from roamc.frontends import workload
 from roamc.graph import TrainGraph
-from roamc.options import parse_options
 from roamc.planning import together
 from roamc.planning.plan import Plan
 from roamc.planning.planned import SMALLER
+from roamc.planning.search import options_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def max_batch(
             as "80%", "min" or "+1%", limit no batch.
         CaptureError: the function returns something else, a model built outside of it, or the same step for all sizes.
     """
-    parsed = parse_options({**options, "memory_budget": memory_budget})
+    parsed = options_of({**options, "memory_budget": memory_budget})
     if not callable(make) or isinstance(make, nn.Module):
         raise CaptureError(
             f"max_batch takes a function of a size that returns (model, inputs, ...), not {type(make).__name__}"

@@ -23,9 +23,10 @@ from roamc.frontends.eager_calls import checked
 from roamc.frontends.mesh import Mesh, check_tokens, notes_on, parse_mesh, part_of, running_split
 from roamc.frontends.stages import stage_note, stage_of
 from roamc.frontends.train_step import TrainStep
-from roamc.options import Options, parse_options
+from roamc.options import Options
 from roamc.planning import together
 from roamc.planning.plan import Plan
+from roamc.planning.search import options_of
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
 
@@ -47,7 +48,7 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     """
     check_module(model, "optimize")
     check_not_compiled(model)
-    parsed = parse_options(options)
+    parsed = options_of(options)
     record = Record(type(model).__name__)
 
     def roamc(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -101,7 +102,7 @@ def train_step(
         CaptureError: the optimizer is not supported, or an argument is not what it should be.
         OptionError: an option is unknown or out of range.
     """
-    return TrainStep(model, loss_fn, optimizer, parse_options(options), clip_grad_norm)
+    return TrainStep(model, loss_fn, optimizer, options_of(options), clip_grad_norm)
 
 
 def plan(
@@ -181,7 +182,7 @@ def _plan(
         step = train_step(model, loss_fn, optimizer, clip_grad_norm=clip_grad_norm, **options)
         return step.plan_in_flight(in_flight, batch, named)
     named, options = _parted(model.forward, keywords)
-    parsed = parse_options(options)
+    parsed = options_of(options)
     check_forward(model, batch, named, "those of roamc.plan behind the model")
     graph = joint.capture(model, batch, named, type(model).__name__).replace(in_flight=in_flight)
     return together.alone(graph, parsed).plan

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from roamc.errors import REQUIRED, OptionError
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import build_memory
-from roamc.options import Options
+from roamc.options import Options, parse_options
 from roamc.passes import layout, reorder, retain
 from roamc.passes.retain.codecs import check_lossy
 from roamc.planning import budget_search, other_orders, pipeline
@@ -470,6 +471,21 @@ def _made_already(planned: Planned) -> _Attempt:
     """Return a plan that exists already in the form of an attempt that was not strained."""
     asked = int(planned.plan.decisions[retain.NAME]["peak_bytes"])
     return _Attempt(asked, False, lambda: planned, planned.plan.added_seconds)
+
+
+def options_of(settings: Mapping[str, Any] | None) -> Options:
+    """Return what a user set, checked at once: names, types, ranges, and the names of passes and codecs.
+
+    Args:
+        settings: names of :class:`roamc.options.Options` and their values; None gives the defaults.
+
+    Raises:
+        OptionError: says which name or value, and what may stand there.
+        ProfileError: there is no such profile, or the file is none.
+    """
+    options = parse_options(settings)
+    _check_names(options)
+    return options
 
 
 def _check_names(options: Options) -> None:

@@ -256,8 +256,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "memory_budget not a number": ({"memory_budget": [1]}, ("[1]",)),
     "order not a name": ({"order": 3}, ("order", "3")),
     "disable not names": ({"disable": 3}, ("disable", "3")),
-}
-LATE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "codecs unknown": ({"codecs": "int8"}, ("codecs", "'int8'")),
     "order unknown": ({"order": "bset"}, ("bset", "best")),
     "disable unknown": ({"disable": "reorderr"}, ("reorderr", "reorder")),
     "disable a required pass": ({"disable": ["layout"]}, ("layout", "reorder")),
@@ -273,12 +272,6 @@ def test_options_are_checked_at_once(name: str) -> None:
     refused(lambda: roamc.plan(model, X, **options), roamc.OptionError, *parts)
     with pytest.raises(Exception, match="OptionError"):
         torch.compile(lambda x: model(x), backend="roamc", options=options)(X)
-
-
-@pytest.mark.parametrize("name", LATE)
-def test_names_of_algorithms_and_passes_are_checked(name: str) -> None:
-    options, parts = LATE[name]
-    refused(lambda: roamc.plan(net(), X, **options), roamc.RoamcError, *parts)
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan"), "a", True, [1.0]])
