@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
+from types import FrameType
 
 REQUIRED = frozenset({"layout"})
 """Passes that no option leaves out: without them there is no program."""
@@ -26,6 +28,23 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     """
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else "."
+
+
+_INNER = ("roamc", "torch", "contextlib", None)
+"""Packages whose lines a warning does not point at; None is code that was generated."""
+
+
+def users_level() -> int:
+    """Return the ``stacklevel`` with which a warning of the calling function points at the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _package(frame) in _INNER:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _package(frame: FrameType) -> str | None:
+    name = frame.f_globals.get("__name__")
+    return name.partition(".")[0] if isinstance(name, str) else None
 
 
 class RoamcError(Exception):

@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from roamc.errors import RoamcError
+from roamc.errors import RoamcError, users_level
 from roamc.locks import Lock
 from roamc.options import Options
 
@@ -29,10 +29,10 @@ def is_new(about: object, key: str) -> bool:
         return True
 
 
-def warn(about: object, key: str, message: str, stacklevel: int = 3) -> None:
-    """Warn, unless ``about``, a model or a function, had a warning with this ``key`` before."""
+def warn(about: object, key: str, message: str) -> None:
+    """Warn at the user's line, unless ``about``, a model or a function, had a warning with this ``key`` before."""
     if is_new(about, key):
-        warnings.warn(message, stacklevel=stacklevel)
+        warnings.warn(message, stacklevel=users_level())
 
 
 def reason_of(error: Exception) -> str:

@@ -100,7 +100,6 @@ def check_origins(model: nn.Module, loss: torch.Tensor, names: Mapping[int, str]
                 f"the loss depends on a tensor of shape {tuple(variable.shape)} that requires grad and is no parameter "
                 "of the model: train_step computes no gradient for it. Put it into the model if it is to be trained; "
                 "else call its requires_grad_(False), or use it under torch.no_grad()",
-                stacklevel=2,
             )
 
 

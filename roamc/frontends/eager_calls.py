@@ -72,7 +72,7 @@ def _check(model: nn.Module | None, record: Record, options: Options, call: Any,
     )
     if options.strict:
         raise CaptureError(message)
-    notices.warn(record, f"eager {planned}", f"{message} (options={{'strict': True}} raises)", stacklevel=5)
+    notices.warn(record, f"eager {planned}", f"{message} (options={{'strict': True}} raises)")
 
 
 def _made(model: nn.Module, call: Any, result: Any) -> bool:

@@ -19,7 +19,7 @@ from roamc.codegen.judge import check_program
 from roamc.codegen.partition import partitioned
 from roamc.codegen.source import ARGUMENT, Entry, Program, emit
 from roamc.compat_operators import direct
-from roamc.errors import BackwardTwiceError, StaleError, VerifyError
+from roamc.errors import BackwardTwiceError, StaleError, VerifyError, users_level
 from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.graph.memory import build_memory
 from roamc.interruptions import came_from_elsewhere, interruption
@@ -407,7 +407,7 @@ class Pair:
                 f"backward of {self.executable.planned.graph.name} runs with {count} threads, and its plan counts the "
                 f"operators' own memory for {planned}: the memory budget may be exceeded. Call torch.set_num_threads "
                 "before forward, so that it is planned again",
-                stacklevel=2,
+                stacklevel=users_level(),
             )
 
     def backward(self, args: list[Any]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.errors import users_level
 from roamc.graph import placeholders
 from roamc.operators import blocks, ops
 from roamc.operators.blocks import Matrix
@@ -264,7 +265,7 @@ class FusedKernel(Fused):
         warnings.warn(
             f"the Triton kernel of {self.title} does not run here, so its operators run one by one: {reason}",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=users_level(),
         )
         self.__dict__["_run"] = self._one_by_one
 
