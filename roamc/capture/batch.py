@@ -143,7 +143,8 @@ def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     For a DTensor a sixth item stands for device mesh, placements and this rank's part.
 
     Raises:
-        CaptureError: the tensor has no shape yet (lazy parameter), is nested, or is not strided (sparse, mkldnn).
+        CaptureError: the tensor has no shape yet (lazy parameter), is nested, quantized or not strided (sparse,
+            mkldnn).
     """
     if is_lazy(tensor):
         raise CaptureError(
@@ -154,6 +155,8 @@ def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
         raise CaptureError(
             "train_step cannot plan a nested (jagged) tensor; pad it, by torch.nested.to_padded_tensor, and pass a mask"
         )
+    if tensor.is_quantized:
+        raise CaptureError(f"train_step cannot plan a quantized tensor ({tensor.dtype}); pass its .dequantize()")
     if tensor.layout is not torch.strided:
         raise CaptureError(f"train_step cannot plan a tensor of layout {tensor.layout}; pass its .to_dense()")
     whole = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

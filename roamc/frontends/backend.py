@@ -12,11 +12,12 @@ import logging
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import fx
 
 from roamc import compat_aot, compat_dynamo, exchange, notices
@@ -24,7 +25,7 @@ from roamc.budget import is_share
 from roamc.capture import joint, recurrent
 from roamc.capture.shared import shared_by
 from roamc.codegen.partition import partitioned
-from roamc.errors import BudgetError, OptionError, RoamcError
+from roamc.errors import BudgetError, CaptureError, OptionError, RoamcError
 from roamc.frontends.dynamic_shapes import BySize, has_open_sizes
 from roamc.graph import TrainGraph
 from roamc.graph.memory import WROTE_OVER
@@ -178,11 +179,21 @@ def compile_graph(
     job.check_split()
     if caller is not None:
         job.check_caller(caller)
+    if any(isinstance(value, torch.Tensor) and value.is_nested for value in _values(gm, example_inputs)):
+        advice = "pad it, by torch.nested.to_padded_tensor, and pass a mask"
+        job.fall_back(CaptureError(f"the graph has a nested (jagged) tensor; {advice}"), "eager PyTorch")
+        return gm.forward
     if not has_open_sizes(example_inputs):
         return _Unit(job).compile(gm, example_inputs)
     if notices.is_new(about, "sizes"):
         log.info("roamc plans each input size of %s separately, when it first comes", job.name)
     return BySize(gm, example_inputs, job, options.max_plans)
+
+
+def _values(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[Any]:
+    """What goes into a graph of dynamo, and what its nodes make as far as dynamo has noted it."""
+    yield from inputs
+    yield from (node.meta.get("example_value") for node in gm.graph.nodes)
 
 
 def _name(gm: fx.GraphModule, record: Record) -> str:
