@@ -8,6 +8,9 @@ The rows of a value can stand for it on every rank if all ranks have the same of
 From the values on shards the graph is walked back, through all that they are computed from, to collectives of the
 first kind. What is met there must be the same: inputs, tensors that the graph holds, random numbers, and operators with
 their arguments. What is not met may differ from rank to rank, such as parts of matrices and the dropout inside them.
+
+Numbers of the optimizer, such as its learning rate, must be the same as well: parameters that are the same on all ranks
+drift apart otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from roamc.graph import Agreement, Phase, TrainGraph, maker_of, operators, placeholders, tensors_of
+from roamc.graph import Agreement, Phase, Role, TrainGraph, maker_of, operators, placeholders, tensors_of
 from roamc.graph.fingerprint import text_of
 from roamc.graph.storage_ids import all_ids
 from roamc.operators import ops
@@ -42,9 +45,10 @@ def agreement(graph: TrainGraph, group: object, names: Iterable[str], decision: 
     called = [node for node in nodes if node.op == "call_function"]
     draws = {(graph.phase[node.name], device): None for node in called for device in _generators(node)}
     text = text_of(graph.module, called)
+    ports = zip(placeholders(graph.graph), graph.inputs, strict=True)
     return Agreement(
         group,
-        tuple(node.name for node in placeholders(graph.graph) if node in met),
+        tuple(node.name for node, port in ports if node in met or port.role is Role.SCALAR),
         tuple(str(node.target) for node in nodes if node.op == "get_attr" and _is_tensor(node)),
         tuple(draws),
         hashlib.sha256(f"{decision}\n{text}".encode()).hexdigest(),

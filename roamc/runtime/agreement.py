@@ -72,7 +72,7 @@ def _said(graph: TrainGraph, agreement: Agreement, all_hashes: Sequence[Mapping[
             parts.append(f"{in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} {difference}")
     return (
         f"{graph.name} is on several ranks, and {'; '.join(parts)}: give all ranks of the group the same "
-        "batch, parameters and seed (torch.manual_seed), or set shard='off'"
+        "batch, parameters, optimizer settings and seed (torch.manual_seed), or set shard='off'"
     )
 
 

@@ -27,12 +27,14 @@ TOLD = {
     "seed": "another state of random numbers on cpu",
     "size": "another plan ",
 }
+OF_A_STEP = {"learning rate": "another scalar group 0: lr"}
 """What rank 1 has in another way, and what both ranks are told."""
 
 CASES = {
     "quick": ("roamc", "own part", "batch", "seed"),
     "all by optimize": ("optimize", *TOLD),
     "all": ("roamc", *TOLD),
+    "a step": ("train_step", *OF_A_STEP),
 }
 """Name to the way in and what is changed."""
 
@@ -62,6 +64,12 @@ def tried(way: str, change: str) -> str:
         if changed is not None:
             changed.data += 1
     options: dict[str, Any] = {"strict": True, "shard": "sequence"}
+    if way == "train_step":
+        optimizer = torch.optim.SGD(model.parameters(), 0.2 if change == "learning rate" and dist.get_rank() else 0.1)
+        try:
+            return f"passed with {roamc.train_step(model, lambda model, x: model(x), optimizer, **options)(x)}"
+        except roamc.RoamcError as error:
+            return f"refused: {error}"
     compiled = (
         roamc.optimize(model, **options)
         if way == "optimize"
@@ -84,12 +92,13 @@ def test_ranks_that_have_other_values_are_refused_on_all_ranks(case: str, tmp_pa
     for change in changes:
         for rank in (0, 1):
             (line,) = [line for line in said.splitlines() if line.startswith(f"[{rank}] {change}: ")]
-            if TOLD[change]:
-                assert f"refused: Tiny is on several ranks, and rank 1 has {TOLD[change]}" in line, line
+            wanted = {**TOLD, **OF_A_STEP}[change]
+            if wanted:
+                assert f"refused: Tiny is on several ranks, and rank 1 has {wanted}" in line, line
             else:
                 assert "passed with" in line, line
                 assert line.endswith("shards: True"), line
-    assert said.count("; passes with one seed") == 2
+    assert said.count("; passes with one seed") == 2 * ("seed" in changes)
 
 
 FAILING = """
