@@ -6,6 +6,7 @@ than this machine can be planned. Parameters may be on the meta device.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -212,9 +213,10 @@ class _Assembly:
             grads, reduced = average(writer, grads, self.traced.replicas, self.request.reduced)
             writer.current = Phase.UPDATE
             for name, grad in self._clip(writer, grads).items():
-                earlier = set(writer.phase)
+                earlier = len(writer.phase)
                 self.rule.write(writer, parameters[name], grad, *feeds[name], groups[name])
-                waits.update((node, grads[name].name) for node in writer.phase if node not in earlier)
+                written = itertools.islice(reversed(writer.phase), len(writer.phase) - earlier)
+                waits.update(dict.fromkeys(reversed([*written]), grads[name].name))
         end.args = ((loss, *handed),)
         graph.set_codegen(fx.graph.CodeGen())
         self.module.recompile()

@@ -17,6 +17,7 @@ the estimate is at the upper end. Some operators take buffers for each of torch'
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable
 
 import numpy as np
@@ -63,7 +64,7 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
     if isinstance(node.target, Fused):
         return group_workspace(node.target, threads)
     result = next(tensors_in(node.meta.get("val")), None)
-    if result is None:
+    if result is None or node.target is operator.getitem:
         return 0
     call = call_of(node)
     cost = ops.rule(call.target).cost

@@ -13,7 +13,7 @@ from torch import fx
 
 from roamc.graph import Phase
 from roamc.graph.lifetimes import dropped_lifetimes, lifetimes, sizes, timeline
-from roamc.graph.memory import WROTE_OVER, Int64s, MemoryModel, Place, Step, Storage, root_of
+from roamc.graph.memory import WROTE_OVER, Int64s, MemoryModel, Place, Step, Storage, roots_of
 from roamc.operators import ops
 
 
@@ -57,9 +57,9 @@ def _write_in_place(memory: MemoryModel, row: Mapping[int, int], born: Int64s, d
         elif not argument.gradient and argument.place is Place.TEMPORARY and dead[row[argument.index]] == position + 1:
             dead[row[argument.index]] = position
             heir[argument.index] = result.index
-    lies_in = {**holder, **heir}
+    root = roots_of({**holder, **heir})
     for part in holder:
-        around = row[root_of(part, lies_in)]
+        around = row[root[part]]
         dead[around] = max(dead[around], dead[row[part]])
         dead[row[part]] = born[row[part]]
 

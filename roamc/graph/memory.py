@@ -227,7 +227,8 @@ def rearranged(memory: MemoryModel, order: Sequence[int], reused: Mapping[int, i
         storages of the results in ``reused`` are gone; operators and storages have new indices.
     """
     position = {operator: step for step, operator in enumerate(order)}
-    roots = [root_of(storage.index, reused) for storage in memory.storages]
+    root = roots_of(reused)
+    roots = [root.get(storage.index, storage.index) for storage in memory.storages]
     handed = {roots[s.index] for s in memory.storages if s.place is Place.OUTPUT}
     gradient = {roots[s.index] for s in memory.storages if s.gradient}
     left = [storage for storage in memory.storages if storage.index not in reused]
@@ -249,16 +250,20 @@ def rearranged(memory: MemoryModel, order: Sequence[int], reused: Mapping[int, i
     return MemoryModel(storages, operators, edges, {key: number[index] for key, index in memory.owner.items()})
 
 
-def root_of(storage: int, reused: Mapping[int, int]) -> int:
-    """Return the storage in whose bytes ``storage`` lies after all in-place reuse; ``storage`` if it reuses none.
+def roots_of(reused: Mapping[int, int]) -> dict[int, int]:
+    """Return, for each storage in ``reused``, the storage in whose bytes it lies after all in-place reuse.
 
     Args:
-        storage: index of a storage.
         reused: index of a storage to the index of the storage whose bytes it takes over; may form chains.
     """
-    while storage in reused:
-        storage = reused[storage]
-    return storage
+    roots: dict[int, int] = {}
+    for storage in reused:
+        chain = []
+        while storage in reused and storage not in roots:
+            chain.append(storage)
+            storage = reused[storage]
+        roots.update(dict.fromkeys(chain, roots.get(storage, storage)))
+    return roots
 
 
 def _renamed(operator: Operator, number: Sequence[int], reused: Mapping[int, int]) -> Operator:

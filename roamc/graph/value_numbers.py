@@ -7,6 +7,7 @@ offset, dtype and lazy bits.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 from collections import Counter
@@ -84,6 +85,15 @@ class Numbers:
         if cached is None or cached[0] is not ids or cached[1] is not value:
             cached = self._tensors[id(ids)] = ids, value, tuple(self._place(*one) for one in placed(node))
         return cached[2]
+
+    def picked(self, node: fx.Node) -> tuple[Place, ...]:
+        """Return the place of the result that ``node``, a ``getitem``, picks; empty if that is no tensor."""
+        source, number = node.args
+        if not isinstance(source, fx.Node) or not isinstance(number, int):
+            return ()
+        places = self.places(source)
+        at = bisect.bisect_left(places, number, key=lambda place: place.position)
+        return places[at : at + 1] if at < len(places) and places[at].position == number else ()
 
     def lies(self, key: Key, base: torch.Tensor, make: Callable[[], Any]) -> tuple[Place, ...]:
         """Return the places of the views that ``make`` gives.

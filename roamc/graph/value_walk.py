@@ -245,7 +245,7 @@ class Walk:
 
     def _misplaced(self, node: fx.Node, target: Target, places: Sequence[Place]) -> str | None:
         if target.target is operator.getitem:
-            picked = [place for place in self.numbers.places(node.args[0]) if place.position == node.args[1]]  # type: ignore[arg-type]
+            picked = self.numbers.picked(node)
             same = [(place.storage, place.geometry) for place in picked] == [
                 (place.storage, place.geometry) for place in places
             ]
@@ -262,11 +262,11 @@ class Walk:
 
     def _makes_anew(self, node: fx.Node, target: Target, fresh: Sequence[Place]) -> bool:
         """Whether ``node``, whose operator makes views, makes new tensors here instead of views of its argument."""
-        if not [tensor for argument in node.all_input_nodes for tensor in tensors_of(argument)]:
+        if not any(any(tensors_of(argument)) for argument in node.all_input_nodes):
             return bool(fresh)  # a view of a number, such as the conjugate of 1j
         if not fresh or target.target is not operator.getitem:
             return bool(fresh) and not self._viewed(node, target)
-        return all(place.position != node.args[1] for place in self.numbers.places(node.args[0]))  # type: ignore[arg-type]
+        return not self.numbers.picked(node)
 
     def _viewed(self, node: fx.Node, target: Target) -> tuple[Place, ...]:
         """The places of the views that ``node`` makes, derived from its operator and its arguments."""

@@ -113,16 +113,14 @@ def storage_lives(graph: TrainGraph) -> dict[str, Life]:
     lives: dict[str, Life] = {}
     for step, node in enumerate(graph.graph.nodes):
         start = started_by(node)
-        touched = shared.of_all([*node.all_input_nodes, *_under_way(start)])
-        for position, _, storage in placed(node):
-            key = shared.of(storage)
+        made = [(position, shared.of(storage)) for position, _, storage in placed(node)]
+        for position, key in made:
             if key not in owner:
                 owner[key] = storage_name(node, position)
                 lives[owner[key]] = (step, step + 1, key.nbytes)
-            touched.add(key)
         if node.op == "call_function" and ops.is_view(node.target) and start is None:
             continue
-        for key in touched:
+        for key in shared.of_all([*node.all_input_nodes, *_under_way(start)]).union(key for _, key in made):
             born, _, nbytes = lives[owner[key]]
             lives[owner[key]] = (born, step + 1, nbytes)
     return lives
@@ -279,12 +277,11 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
     """
     inputs: dict[int, StorageId] = {}  # address of the fake storage of an input or constant to its id
     earlier: set[StorageId] = set()
+    lies: dict[fx.Node, dict[int, set[StorageId]]] = {}  # node to the addresses of its fake storages, and their ids
     for node in graph.graph.nodes:
-        around: dict[int, set[StorageId]] = {}  # address of the fake storage of an argument to its ids
-        for argument in node.all_input_nodes if node.op == "call_function" else ():
-            for _, tensor, storage in placed(argument):
-                around.setdefault(identity(tensor), set()).add(storage)
+        around = _joined([lies[argument] for argument in node.all_input_nodes] if node.op == "call_function" else [])
         results = [(identity(tensor), tensor, storage) for _, tensor, storage in placed(node)]
+        lies[node] = _joined([{address: {storage}} for address, _, storage in results])
         if node.op == "call_function":
             _check_sharing(graph, after, node, [address in around for address, _, _ in results])
         by_address = {} if node.op == "call_function" else inputs
@@ -299,6 +296,17 @@ def _check_aliases(graph: TrainGraph, after: str) -> None:
             earlier.add(storage)
             if not agrees:
                 _fail(graph, after, node, f"{node.name} lies in another storage than its storage id says")
+
+
+def _joined(parts: Sequence[dict[int, set[StorageId]]]) -> dict[int, set[StorageId]]:
+    """All ``parts`` in one; a single part as it is, as every pick of one of many results reads all of them."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: dict[int, set[StorageId]] = {}
+    for part in parts:
+        for address, storages in part.items():
+            joined.setdefault(address, set()).update(storages)
+    return joined
 
 
 def _check_sharing(graph: TrainGraph, after: str, node: fx.Node, shared: Sequence[bool]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode, OpOverload
+from roamc.compat import FakeTensorMode, OpOverload, identity
 from roamc.compat_operators import suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
@@ -150,7 +150,11 @@ def _astray(node: fx.Node) -> bool:
     torch replaces a product with a number by one with a tensor, where the number becomes an input, and leaves the views
     of the product as they were noted.
     """
-    read = addresses(node.all_input_nodes)
+    if node.target is operator.getitem:
+        picked = value_of(node.args[0])[node.args[1]]
+        read = {identity(picked)} if isinstance(picked, torch.Tensor) else set()
+    else:
+        read = addresses(node.all_input_nodes)
     return bool(read) and not addresses([node]) <= read
 
 

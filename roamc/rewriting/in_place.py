@@ -6,6 +6,7 @@ The result has the same bits as if it were allocated. Which arguments may be wri
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +69,12 @@ def possible(memory: MemoryModel, order: Sequence[int], reuses: Iterable[Reuse])
         reuses: candidates, yielded in the sequence given.
     """
     position = {operator: step for step, operator in enumerate(order)}
+    latest: dict[int, list[int]] = {}  # storage to the last two operators that use it, of which one may not count
     for reuse in reuses:
         maker = memory.storages[reuse.result].producer
-        others = (user for user in memory.uses[reuse.reused] if user != memory.ends.get(maker))
-        if max(position[user] for user in others) == position[maker]:
+        if reuse.reused not in latest:
+            latest[reuse.reused] = heapq.nlargest(2, memory.uses[reuse.reused], key=position.__getitem__)
+        if maker == next(user for user in latest[reuse.reused] if user != memory.ends.get(maker)):
             yield reuse
 
 

@@ -55,9 +55,10 @@ def _equal(graph: TrainGraph) -> list[list[fx.Node]]:
     numbers: dict[fx.Node, int] = {}
     number_of: dict[tuple[int, ...], int] = {}
     equal: dict[tuple[int, Phase], list[fx.Node]] = {}
+    free = {node: fixed.isdisjoint(all_ids([node])) for node in graph.graph.nodes}
     for node in graph.graph.nodes:
         numbers[node] = len(numbers)
-        if node.op != "call_function" or not fixed.isdisjoint(all_ids([node, *node.all_input_nodes])):
+        if node.op != "call_function" or not all(free[value] for value in (node, *node.all_input_nodes)):
             continue
         if ops.rule(node.target).renames:
             numbers[node] = numbers[node.all_input_nodes[0]]

@@ -4,6 +4,7 @@ O(n + m + reads + reusable). It judges what can be judged from problem and solut
 lower bound it cannot see, only that the bound does not contradict the peak.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -113,12 +114,12 @@ def _recount_reuses(problem: OrderProblem, position: Sequence[int]) -> dict[int,
     consumer = problem.consumer.tolist()
     reusable_start = problem.reusable_start.tolist()
     reusable = problem.reusable.tolist()
+    last = [max((position[op] for op in consumer[a:b]), default=-1) for a, b in itertools.pairwise(start)]
     reuse: dict[int, int] = {}
     taken_over: set[int] = set()
     for result, producer in enumerate(problem.producer.tolist()):
         for reused in reusable[reusable_start[result] : reusable_start[result + 1]]:
-            last = max(position[reader] for reader in consumer[start[reused] : start[reused + 1]])
-            if last == position[producer] and reused not in taken_over:
+            if last[reused] == position[producer] and reused not in taken_over:
                 reuse[result] = reused
                 taken_over.add(reused)
                 break
