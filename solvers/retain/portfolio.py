@@ -1,6 +1,8 @@
 """Several searches in turn, the best answer kept, and a lower bound."""
 
+import copy
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from roamc.solvers.order.problem import Bytes
@@ -32,8 +34,10 @@ def solve(
     work_limit: operators that simulations run plus arcs of the bound's networks; None for `effort.simulations`
         simulations of the whole schedule. The search may pass it by one round of moves. Where nothing else
         meets the budget, it may spend as much again on the way to the lowest peak. Each round of annealing may add
-        about `effort.anneal_times` times the limit or `effort.anneal_work`, whichever is less.
-    effort: limits and thresholds of each search.
+        about `effort.anneal_times` times the limit or `effort.anneal_work`, whichever is less. All that holds for each
+        way through the searches, see `_Run.explore`: at most eight, and one where the searches find nothing.
+    effort: limits and thresholds of each search. No answer is worse than one with `exact_gaps`, `cut_starts`,
+        `descent_steps`, `vain_changes` or `anneal_rounds` at 0 or empty, which leave a search out.
 
     The same call gives the same answer. `least_peak_bytes` of the answer for a budget of 0 is a budget
     that the same limit meets.
@@ -157,6 +161,7 @@ class _Run:
 
     limit: the value of `search.work` at which searches stop.  began: its value at the beginning.
     bound: lower bound in seconds.  complete: whether all combinations are tried.  best: the best state so far.
+    elsewhere: work of copies of this run, see `with_and_without`.  stopped: whether one of them reached the limit.
     """
 
     search: Search
@@ -166,6 +171,8 @@ class _Run:
     limit: int
     bound: Seconds = 0.0
     complete: bool = False
+    elsewhere: int = 0
+    stopped: bool = False
     best: State = field(init=False)
     began: int = field(init=False)
 
@@ -185,21 +192,64 @@ class _Run:
                 state = search.state(*decisions(search.problem, start.reruns, search.gaps, search.tables), self.budget)
                 self.greedy(possible(search, state, self.budget))
             self.complete = affordable(search, self.limit, True)
-            if self.complete or affordable(search, self.limit, False):
-                self.offer(exact(search, self.budget, self.complete))
-            if self.bound < math.inf:
-                self.greedy(plain)
-            if not self.complete:
-                self.from_cuts()
-                if above(self.best, self.budget):
-                    self.go_low()
-                self.improve()
-                self.anneal()
+            if self.complete:
+                self.exact()
+            else:
+                self.explore(plain)
         answer = self.answer()
         if start is not None and start.rank(self.budget) < answer.rank(self.budget):
             least = min(start.peak_bytes, answer.least_peak_bytes)
             answer = _solution(start, self.bound, self.budget, least, answer.status, answer.work)
         return answer
+
+    def explore(self, plain: State) -> None:
+        """Run the searches in turn; each later one begins with what an earlier one found, and again without it.
+
+        A better state to begin with may lead to a worse end. So what is found is never worse than with a search left
+        out: that is one of the ways tried here, with the work it would have had.
+        """
+        for tried in self.with_and_without(_Run.exact):
+            if tried.bound < math.inf:
+                tried.greedy(plain)
+            for cut in tried.with_and_without(_Run.from_cuts):
+                if above(cut.best, cut.budget):
+                    cut.go_low()
+                for near in cut.with_and_without(_Run.improve):
+                    near.anneal()
+        self.stopped = self.stopped or self.late()
+        self.search.work += self.elsewhere
+
+    def with_and_without(self, search: Callable[["_Run"], None]) -> Iterator["_Run"]:
+        """Yield a copy of this run that has made the search, if that found a better state, and one that has not.
+
+        What the caller finds in a copy is this run's as well when it asks for the next. Nothing more comes from a run
+        that is `closed`.
+        """
+        made, without = self.fork(), self.fork()
+        search(made)
+        for copied in (made, without):
+            better = rank(made.best, self.budget) < rank(without.best, self.budget)
+            if not self.closed() and (copied is without or better):
+                yield copied
+            self.join(copied)
+
+    def fork(self) -> "_Run":
+        """Return a copy of this run that counts its own work, from here on, against the same limit."""
+        forked = copy.copy(self)
+        forked.search, forked.elsewhere, forked.stopped = copy.copy(self.search), 0, False
+        return forked
+
+    def join(self, forked: "_Run") -> None:
+        """Take over what a copy of this run has found, and note its work, which does not count against the limit."""
+        self.elsewhere += forked.search.work - self.search.work + forked.elsewhere
+        self.stopped = self.stopped or forked.stopped or forked.late()
+        self.search.note(forked.search.lowest)
+        self.offer(forked.best)
+
+    def exact(self) -> None:
+        """Try all combinations, or those of a part of the decisions, if there is the work for that."""
+        if self.complete or affordable(self.search, self.limit, False):
+            self.offer(exact(self.search, self.budget, self.complete))
 
     def greedy(self, state: State) -> None:
         """Offer what greedy drops make of the state: its peak comes down to the budget, or as far as the work allows.
@@ -284,6 +334,6 @@ class _Run:
         reruns = list_reruns(search.problem, state.score.runs, search.room)
         seconds = math.fsum(float(search.problem.seconds[rerun.operator]) for rerun in reruns)
         solution = RetainSolution(reruns, state.score.peak, seconds, 0.0, 0, Status.GAP, 0)
-        status = Status.OPTIMAL if self.complete else Status.LIMIT if self.late() else Status.GAP
+        status = Status.OPTIMAL if self.complete else Status.LIMIT if self.stopped or self.late() else Status.GAP
         least = min(search.lowest.score.peak, state.score.peak)
         return _solution(solution, self.bound, self.budget, least, status, search.work - self.began)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,49 @@ def test_judge_accepts_answers_of_less_effort(without: dict[str, Any]) -> None:
     for percent in (80, 50, 0):
         budget = full_peak(problem) * percent // 100
         check(problem, budget, solve(problem, budget, work_limit=None, effort=replace(EFFORT, **without)))
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "annealing": {"anneal_rounds": 0},
+    "all combinations": {"exact_gaps": 0},
+    "cuts": {"cut_starts": 0},
+    "neighbourhoods": {"vain_changes": 0},
+    "way to the lowest peak": {"descent_steps": ()},
+}
+"""Each search of a call, and what leaves it out."""
+
+
+def check_switches(problem: RetainProblem, budget: int, work_limit: int | None) -> None:
+    """No search makes an answer worse than without it, whatever others there are."""
+    ranks: dict[frozenset[str], tuple[bool, float, float]] = {}
+    for off in (set(some) for count in range(len(SWITCHES) + 1) for some in combinations(SWITCHES, count)):
+        less = {name: value for switch in off for name, value in SWITCHES[switch].items()}
+        solution = solve(problem, budget, work_limit=work_limit, effort=replace(EFFORT, **less))
+        ranks[frozenset(off)] = solution.rank(budget)
+    for off, (missed, cost, _) in ranks.items():
+        for switch in off:
+            more_missed, more_cost, _ = ranks[off - {switch}]
+            assert (more_missed, more_cost) <= (missed, cost * (1 + 1e-9)), (
+                f"{switch} makes worse what has no {set(off)}"
+            )
+
+
+@pytest.mark.parametrize(("layers", "seed", "percent"), [(6, 1, 70), (12, 0, 50), (12, 1, 50), (20, 0, 30)])
+def test_no_search_makes_an_answer_worse(layers: int, seed: int, percent: int) -> None:
+    problem = layered(layers, seed)
+    check_switches(problem, full_peak(problem) * percent // 100, 400_000)
+
+
+@settings(PROPERTY, max_examples=20)
+@given(problems(), st.floats(0, 1))
+def test_no_search_makes_an_answer_of_a_small_problem_worse(problem: RetainProblem, share: float) -> None:
+    check_switches(problem, int(full_peak(problem) * share), 50_000)
+
+
+@pytest.mark.parametrize(("layers", "seed"), [(20, 1), (50, 0), (60, 1)])
+def test_no_search_makes_an_answer_of_a_large_problem_worse(layers: int, seed: int) -> None:
+    problem = layered(layers, seed)
+    check_switches(problem, full_peak(problem) // 2, None)
 
 
 @pytest.mark.parametrize("seed", range(12))
