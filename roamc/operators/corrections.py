@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode, OpOverload, identity
+from roamc.compat import FakeTensorMode, OpOverload
 from roamc.compat_operators import suggested_format
 from roamc.errors import CaptureError
 from roamc.graph import tensors_of
 from roamc.graph.rewrite import derived, given, mode_of, settings_of, value_of
-from roamc.graph.storage_ids import addresses, number_result
+from roamc.graph.storage_ids import addresses, lie_in, number_result
 from roamc.operators import ops, pointwise
 from roamc.operators.fakes import statistics_dtype
 from roamc.operators.table import Strides
@@ -151,10 +151,9 @@ def _astray(node: fx.Node) -> bool:
     of the product as they were noted.
     """
     if node.target is operator.getitem:
-        picked = value_of(node.args[0])[node.args[1]]
-        read = {identity(picked)} if isinstance(picked, torch.Tensor) else set()
-    else:
-        read = addresses(node.all_input_nodes)
+        picked, own = value_of(node.args[0])[node.args[1]], node.meta.get("val")
+        return isinstance(picked, torch.Tensor) and isinstance(own, torch.Tensor) and not lie_in(picked, [own])
+    read = addresses(node.all_input_nodes)
     return bool(read) and not addresses([node]) <= read
 
 
