@@ -18,14 +18,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import fx
 
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, output_node
 from roamc.operators import ops
-from roamc.operators.random import dropout_mask
+from roamc.operators.random import FLOATS, dropout_mask, rounded
 from roamc.options import Options
 from roamc.rewriting.dropouts import MaskCall, dropout_of, renamed, take_apart
 from roamc.rewriting.repeats import read_first, repeats
@@ -34,9 +33,6 @@ from roamc.rewriting.versions import saved_values
 NAME = "normalize"
 
 aten = torch.ops.aten
-
-FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""Dtypes that :func:`rounded` can round to, and that a dropout may have to be split."""
 
 
 @dataclass(frozen=True)
@@ -184,19 +180,3 @@ def _take_apart(graph: fx.Graph, node: fx.Node) -> dict[str, str]:
     mask, keep = dropout.mask, dropout.keep
     call = MaskCall(dropout_mask, (list(mask.shape), list(mask.stride()), keep), {"device": mask.device})
     return take_apart(graph, node, call, rounded(1.0 / keep if keep else 0.0, dropout.dropped.dtype))
-
-
-def rounded(value: float, dtype: torch.dtype) -> float:
-    """Return ``value`` rounded to ``dtype``, one of :data:`FLOATS`, as a tensor of that dtype holds it: ties to even.
-
-    No tensor is made: under the fake mode of a compilation it would be a fake one.
-    """
-    if dtype is torch.float64:
-        return value
-    narrow = np.float32(value)
-    if dtype is torch.float16:
-        narrow = np.float32(np.float16(narrow))
-    elif dtype is torch.bfloat16:  # the upper half of the bits of a float32
-        bits = int(narrow.view(np.uint32))
-        narrow = np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
-    return float(narrow)

@@ -66,12 +66,17 @@ def whole(target: OpOverload) -> Callable[..., Any]:
     return run
 
 
+def in_parts(target: OpOverload) -> Callable[..., Any]:
+    """Return a function for :func:`decompositions` that takes ``target`` apart as eager does, in C++."""
+    return functools.partial(target._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
 @functools.cache
 def _consult_tables(target: OpOverload) -> None:
     """From now on, torch's decompositions of ``target`` run unless a table of the calling thread has another."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     if composite not in target.py_kernels and has_kernel(target.name(), composite.name):  # comes apart in C++
-        target.py_kernels[composite] = functools.partial(target._op_dk, composite)
+        target.py_kernels[composite] = in_parts(target)
     for key in (composite, torch._C.DispatchKey.Autograd):
         if key in target.py_kernels:
             target.py_kernels[key] = functools.partial(_choose, target, target.py_kernels[key])

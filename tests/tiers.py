@@ -32,6 +32,8 @@ FIRST: dict[str, int] = {
     "tests/capture/test_caller_writes.py::test_two_forwards_before_their_backwards": 2,
     "tests/capture/test_closures.py::test_loss_reads_parameters_by_a_name_of_its_own": 1,
     "tests/capture/test_distributions.py::test_a_module_is_planned_whatever_the_default": 1,
+    "tests/capture/test_dropouts.py::test_every_kind": 25,
+    "tests/capture/test_dropouts.py::test_every_probability": 4,
     "tests/capture/test_hooks.py::test_hook_added_and_removed_later_is_followed": 2,
     "tests/capture/test_hooks.py::test_hook_runs_as_in_eager": 5,
     "tests/capture/test_in_place_values.py::test_a_budget_drops_what_an_activation_wrote_over": 1,

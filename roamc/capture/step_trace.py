@@ -15,7 +15,16 @@ import torch
 from torch import fx, nn
 
 from roamc import compat, compat_dynamo
-from roamc.capture import communication, fully_sharded, gather_judge, recurrent, refusals, rng_replay, user_line
+from roamc.capture import (
+    communication,
+    dropouts,
+    fully_sharded,
+    gather_judge,
+    recurrent,
+    refusals,
+    rng_replay,
+    user_line,
+)
 from roamc.capture.attributes import Change, put_back
 from roamc.capture.batch_gradients import handed_over, laid_out, stand_for_batch, wanted_of
 from roamc.capture.closures import Closures, check_origins
@@ -120,6 +129,7 @@ class Trace:
                 refusals.in_one_line(),
                 compat_dynamo.uncompiled(self.request.model),
                 recurrent.decomposed(),
+                dropouts.as_eager(),
                 kept_whole(),
                 compat_dynamo.unchecked_distributions(),
                 user_line.noted(),

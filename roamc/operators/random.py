@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from roamc.units import Bytes
@@ -30,6 +31,27 @@ def _dropout_mask(
 
 dropout_mask = torch.ops.roamc.dropout_mask.default
 """``roamc::dropout_mask(size, stride, keep, *, device)``: draws a bool tensor, True with probability ``keep``."""
+
+
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""Dtypes that :func:`rounded` can round to, and that a dropout may have to be split."""
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """Return ``value`` rounded to ``dtype``, one of :data:`FLOATS`, as a tensor of that dtype holds it: ties to even.
+
+    No tensor is made: under the fake mode of a compilation it would be a fake one.
+    """
+    if dtype is torch.float64:
+        return value
+    narrow = np.float32(value)
+    if dtype is torch.float16:
+        with np.errstate(over="ignore"):  # infinite, as in torch
+            narrow = np.float32(np.float16(narrow))
+    elif dtype is torch.bfloat16:  # the upper half of the bits of a float32
+        bits = int(narrow.view(np.uint32))
+        narrow = np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    return float(narrow)
 
 
 def save_rng_state(device: torch.device) -> torch.Tensor:
