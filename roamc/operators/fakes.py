@@ -133,8 +133,19 @@ WHOLE: tuple[OpOverload, ...] = (
     *(aten.upsample_linear1d.vec, aten.upsample_trilinear3d.vec),
     *(aten.upsample_bilinear2d.vec, aten.upsample_bilinear2d.default),
     *(aten.upsample_bicubic2d.vec, aten.upsample_bicubic2d.default),
+    *(aten.upsample_nearest1d.vec, aten.upsample_nearest1d.default),
+    *(aten.upsample_nearest2d.vec, aten.upsample_nearest2d.default),
+    *(aten.upsample_nearest3d.vec, aten.upsample_nearest3d.default),
+    *(aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact1d.default),
+    *(aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact2d.default),
+    *(aten._upsample_nearest_exact3d.vec, aten._upsample_nearest_exact3d.default),
+    *(aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec, aten.stft.center),
 )
-"""Operators that eager runs as one, and torch takes apart in a trace: the parts take longer, and round otherwise."""
+"""Operators that torch takes apart in a trace, and eager does not, or otherwise.
+
+The parts take longer, round otherwise, or give results and gradients in another order of memory, in which the next
+operator rounds otherwise.
+"""
 
 
 def kept_whole() -> AbstractContextManager[None]:

@@ -78,7 +78,7 @@ def test_steps_are_those_of_eager_and_dtensors_stay(kind: Any) -> None:
     step = roamc.train_step(model, loss_of, optimizer, strict=True)
     places = [parameter.to_local().data_ptr() for parameter in (model[0].weight, model[2].bias)]
     for _ in range(3):
-        assert_same(step(X), eager_step(twin, loss_of, reference, X, around=torch.enable_grad))
+        assert_same(step(X), eager_step(twin, loss_of, reference, X))
     assert_same(state(model, optimizer), state(twin, reference))
     assert len(step.plans) == 1
     kept = [*optimizer.state[model[0].weight].values(), model.state_dict()["0.weight"]]
@@ -102,7 +102,7 @@ def test_batch_buffers_and_loss_may_be_dtensors(norm: type[nn.Module]) -> None:
     optimizer, reference = sgd(model), sgd(twin)
     step = roamc.train_step(model, loss_of, optimizer, strict=True)
     for _ in range(2):
-        loss, wanted = step(x), eager_step(twin, loss_of, reference, x, around=torch.enable_grad)
+        loss, wanted = step(x), eager_step(twin, loss_of, reference, x)
         assert type(loss) is Tensor
         assert_same(loss, wanted.full_tensor())  # type: ignore[attr-defined]
     assert_same(state(model, optimizer), state(twin, reference))

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
 import roamc
-from roamc.operators.fakes import kept_whole
 from roamc.runtime.arena import ArenaPool
 
 SEED = 17
@@ -96,29 +94,16 @@ def seeded(function: Callable[..., Any], *args: Any, seed: int = SEED) -> Any:
     return function(*args)
 
 
-@contextlib.contextmanager
-def as_traced() -> Iterator[None]:
-    """Eager with torch's decompositions, but for operators that a captured step keeps whole."""
-    with enable_python_dispatcher(), kept_whole():
-        yield
-
-
 def eager_step(
     model: nn.Module,
     loss_fn: Loss,
     optimizer: torch.optim.Optimizer,
     *batch: Any,
     clip: float | None = None,
-    around: Callable[[], contextlib.AbstractContextManager[object]] = as_traced,
 ) -> Tensor:
-    """One step of eager PyTorch; by default with the decompositions that a capture has, too.
-
-    A step that communicates needs another ``around``: under the Python dispatcher torch starts collectives with the
-    interpreter's lock held, while gloo's threads wait for that lock with their queue locked, and both stand still.
-    """
-    with around():
-        loss = loss_fn(model, *batch)
-        loss.backward()
+    """One step of eager PyTorch."""
+    loss = loss_fn(model, *batch)
+    loss.backward()
     if clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()

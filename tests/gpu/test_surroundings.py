@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -21,10 +22,10 @@ from roamc.capture.moved import device_of
 from roamc.frontends.workload import Workload, capture
 from roamc.graph import TrainGraph, operators
 from roamc.graph import tensors_of as values_of
+from roamc.operators.fakes import kept_whole
 from roamc.operators.schemas import name_of
 from tests.end_to_end.helpers import (
     aot_eager,
-    as_traced,
     assert_same,
     assert_steps_equal,
     eager_step,
@@ -83,7 +84,7 @@ def test_dropouts_draw_what_eager_draws(*, dtype: torch.dtype, budget: Any, mask
     """The seed of attention's dropout, which backward reads by its address, and reruns by the generator's state."""
     model = Checkpointed(again=again, masked=masked).cuda().to(dtype)
     batches = [(noise(4, 16, 32, seed=number).cuda().to(dtype),) for number in range(2)]
-    with as_traced():
+    with enable_python_dispatcher(), kept_whole():
         wanted = [run_backward(copy.deepcopy(model), square, batch, seed=3) for batch in batches]
     compiled = optimized(copy.deepcopy(model), memory_budget=budget)
     for batch, want in zip(batches, wanted, strict=True):
