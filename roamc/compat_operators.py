@@ -12,6 +12,7 @@ import torch
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
@@ -92,6 +93,15 @@ def _choose(target: OpOverload, own: Callable[..., Any], *args: Any, **kwargs: A
 def direct(target: Any) -> Any:
     """Return the callable behind an operator overload, which saves a Python frame per call; others as they are."""
     return target._op if isinstance(target, OpOverload) else target
+
+
+def foreach_order(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the positions of ``tensors`` as ``torch._foreach_*`` of optimizers takes them: by device and dtype.
+
+    Those of one device and dtype keep their order; the order of the dtypes is that of torch's hash table.
+    """
+    groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)  # type: ignore[list-item]
+    return [place for _, places in groups.values() for place in places]
 
 
 _UNTAGGED = frozenset(

@@ -18,6 +18,7 @@ from torch import fx
 
 from roamc import compat_dtensor
 from roamc.compat_dtensor import is_dtensor
+from roamc.compat_operators import foreach_order
 from roamc.errors import CaptureError
 from roamc.graph import operators
 from roamc.graph.rewrite import Writer
@@ -92,17 +93,22 @@ def check_clipping(graph: fx.Graph, parameters: Mapping[str, torch.Tensor], aver
 def clipped(
     writer: Writer, grads: Mapping[str, fx.Node], limit: float, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, fx.Node]:
-    """Append ``torch.nn.utils.clip_grad_norm_`` with the 2-norm, operator by operator; return the clipped gradients.
+    """Append ``clip_grad_norm_`` of the model's parameters, operator by operator; return the clipped gradients.
 
-    A gradient in parts counts once, whatever the number of ranks, and so does one that every rank holds whole.
+    A gradient in parts counts once, whatever the number of ranks, and so does one that every rank holds whole. As in
+    torch the norms are added up in the order of the parameters, those of one dtype together.
 
     Args:
         writer: writes into the graph, behind backward.
         grads: parameter name to the node of its gradient, on this rank; not empty.
         limit: the largest norm of all gradients together.
-        parameters: name to live parameter.
+        parameters: name to live parameter, for all of the model's, in its order.
     """
-    norms = {name: writer.call(aten.linalg_vector_norm.default, grad, 2.0) for name, grad in grads.items()}
+    ordered = [name for name in parameters if name in grads]
+    places = foreach_order([grads[name].meta["val"] for name in ordered])
+    norms = {
+        ordered[place]: writer.call(aten.linalg_vector_norm.default, grads[ordered[place]], 2.0) for place in places
+    }
     shared: dict[tuple[str, ...], list[str]] = {}
     for name in norms:
         shared.setdefault(compat_dtensor.split_groups(parameters[name]), []).append(name)

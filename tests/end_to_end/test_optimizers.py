@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +222,64 @@ def test_learning_rate_as_a_tensor(kind: type[Optimizer], settings: dict[str, An
 def test_clipping(make: Callable[[nn.Module], Optimizer], limit: float) -> None:
     step = assert_steps_equal(net(), square, make, BATCHES, clip=limit)
     assert "clip_grad_norm" in step.plans[0].notes[0]
+
+
+class Several(nn.Module):
+    """Layers of several widths, with a frozen, a tied and an idle one, and one in bfloat16 or not."""
+
+    def __init__(self, narrow: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8 * width) for width in (3, 1, 5, 2))
+        self.back = nn.ModuleList(nn.Linear(8 * width, 8) for width in (3, 1, 5, 2))
+        self.narrow, self.idle = nn.Linear(8, 24, dtype=narrow), nn.Linear(8, 8)
+        self.back[1].weight = self.layers[1].weight
+        self.layers[2].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, back in zip(self.layers, self.back, strict=True):
+            x = x + back(layer(x).tanh())
+        return self.narrow(x.to(self.narrow.weight.dtype)).float()
+
+
+def ordered(of: Callable[[list[nn.Parameter]], list[Any]]) -> Callable[[nn.Module], Optimizer]:
+    """SGD whose momentum shows the clipped gradients, of the parameters in another order, or of groups of them."""
+    return lambda model: SGD(of(list(model.parameters())), lr=0.05, momentum=0.9)
+
+
+ORDERS: dict[str, Callable[[list[nn.Parameter]], list[Any]]] = {
+    "the model's": list,
+    "reverse": lambda p: p[::-1],
+    "shuffled": lambda p: random.Random(0).sample(p, len(p)),
+    "shuffled again": lambda p: random.Random(1).sample(p, len(p)),
+    "biases last": lambda p: [{"params": [x for x in p if x.dim() == dim]} for dim in (2, 1)],
+    "biases first": lambda p: [{"params": [x for x in p if x.dim() == dim], "lr": 0.1 * dim} for dim in (1, 2)],
+    "a group each, reverse": lambda p: [{"params": [x]} for x in p[::-1]],
+    "interleaved": lambda p: [{"params": p[at::3]} for at in (2, 0, 1)],
+}
+
+
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_clipping_adds_up_norms_in_the_models_order(order: str, narrow: torch.dtype) -> None:
+    batches = [(noise(4, 8, seed=seed),) for seed in range(10)]
+    assert_steps_equal(Several(narrow), square, ordered(ORDERS[order]), batches, clip=0.1)
+
+
+def test_clipping_counts_what_the_optimizer_holds() -> None:
+    def some(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        return parameters[:1:-1]
+
+    model = net()
+    twin = copy.deepcopy(model)
+    step = roamc.train_step(model, square, ordered(some)(model), clip_grad_norm=0.01, strict=True)
+    reference, (x,) = ordered(some)(twin), BATCHES[0]
+    step(x)
+    square(twin, x).backward()
+    nn.utils.clip_grad_norm_(some(list(twin.parameters()))[::-1], 0.01)
+    reference.step()
+    assert_same(tensors_of(model), tensors_of(twin))
+    assert_same(state_of(step.optimizer), state_of(reference))
 
 
 def test_clipping_with_a_tied_weight_and_an_unused_one() -> None:
