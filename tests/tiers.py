@@ -95,6 +95,7 @@ FIRST: dict[str, int] = {
     "tests/end_to_end/test_models.py::test_train_step_equals_eager": 1,
     "tests/end_to_end/test_operators.py::test_function_gives_the_bits_of_aot_eager": 4,
     "tests/end_to_end/test_optimizer_database.py::test_entry": 12,
+    "tests/end_to_end/test_optimizers.py::test_clipping_adds_up_norms_in_the_models_order": 8,
     "tests/end_to_end/test_optimizers.py::test_settings": 12,
     "tests/end_to_end/test_overlap.py::test_started_collectives_give_the_bits_of_finished_ones_whatever_fails": 0,
     "tests/end_to_end/test_part_writes.py::test_gradients_are_those_of_eager": 2,
@@ -242,10 +243,12 @@ FIRST: dict[str, int] = {
     "tests/solvers/retain/test_portfolio.py::test_no_search_makes_an_answer_worse": 2,
     "tests/solvers/retain/test_portfolio.py::test_scaling_sizes_and_budget_changes_no_decision": 0,
     "tests/solvers/test_determinism.py::test_three_processes_agree": 0,
+    "tests/sweeps/test_convolutions.py::test_steps_have_eagers_bits": 8,
     "tests/sweeps/test_databases.py::test_sample_of_entries": 1,
     "tests/sweeps/test_models.py::test_bits_of_torch_or_one_clear_refusal": 1,
     "tests/sweeps/test_models.py::test_bits_of_torch_where_modules_write_in_place": 1,
     "tests/sweeps/test_peaks.py::test_a_step_takes_no_more_than_eagers": 1,
+    "tests/sweeps/test_traced.py::test_operators_and_modules": 1,
 }
 
 

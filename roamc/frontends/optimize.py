@@ -73,7 +73,8 @@ def train_step(
         model: called by ``loss_fn``. Parameters may be on the meta device, for planning only.
         loss_fn: ``loss_fn(model, *batch, **named)`` returns a scalar tensor.
         optimizer: torch.optim.SGD, Adam or AdamW over the model's parameters. Learning-rate schedulers work.
-        clip_grad_norm: clip the global 2-norm of all gradients to this, like ``torch.nn.utils.clip_grad_norm_``.
+        clip_grad_norm: clip the global 2-norm of all gradients to this, like ``torch.nn.utils.clip_grad_norm_`` of the
+            model's parameters, as far as ``optimizer`` holds them; its order does not matter.
         options: see :class:`roamc.options.Options`.
 
     Returns:
