@@ -100,7 +100,7 @@ def foreach_order(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     Those of one device and dtype keep their order; the order of the dtypes is that of torch's hash table.
     """
-    groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)  # type: ignore[list-item]
+    groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
     return [place for _, places in groups.values() for place in places]
 
 

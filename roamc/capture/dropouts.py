@@ -14,6 +14,7 @@ itself, to which in-place operators write, and one that drops everything draws n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,11 +44,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Product.apply(grad, *ctx.saved_tensors, ctx.scale), None, None
+        return _product(grad, *ctx.saved_tensors, ctx.scale), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _Product.apply(tangent, *ctx.saved_tensors, ctx.scale)  # type: ignore[no-any-return]
+        return _product(tangent, *ctx.saved_tensors, ctx.scale)
+
+
+_product: Callable[..., Tensor] = _Product.apply
 
 
 def scale_of(keep: float, dtype: torch.dtype) -> float:
@@ -72,7 +76,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
         if scale < float("inf"):  # else what is dropped would be no number, 0 times that
             like = torch.empty_like(x, dtype=torch.bool)
             mask = dropout_mask(list(like.shape), list(like.stride()), 1.0 - p, device=like.device)
-            return _Product.apply(x, mask, scale)  # type: ignore[no-any-return]
+            return _product(x, mask, scale)
     return in_parts(aten.dropout.default)(x, p, train)  # type: ignore[no-any-return]
 
 
