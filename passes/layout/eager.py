@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from roamc.graph.eager_memory import eager_lifetimes
+from roamc.graph.eager_memory import eager_lifetimes, of_eager
 from roamc.graph.lifetimes import sizes, timeline
 from roamc.graph.memory import Int64s, MemoryModel, Place
 from roamc.units import Bytes
@@ -79,6 +79,7 @@ def eager_floor(memory: MemoryModel, *, boundary: bool) -> Floor:
             may do each of them.
         boundary: whether forward and backward run apart, with the caller's code between them.
     """
+    memory = of_eager(memory)
     born, dead = eager_lifetimes(memory)
     output, size = _outputs(memory), sizes(memory.counted)
     at = memory.boundary if boundary else 0

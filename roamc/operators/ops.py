@@ -160,8 +160,14 @@ def _from_schema(target: OpOverload) -> OpRule:
         strides=strides,
         rowwise=_rowwise(target, row, strides) if exact and not view_of else _rowwise_in_place(target),
         cost=_cost(target, is_view=bool(view_of) and not mutates),
-        **{fact.name: getattr(row, fact.name) for fact in fields(Facts)},
+        **{fact.name: getattr(row, fact.name) for fact in fields(Facts)} | _as_value(target),
     )
+
+
+def _as_value(target: OpOverload) -> dict[str, tuple[int, ...]]:
+    """The facts that an operator in place shares with its form that makes a new value."""
+    value = value_form(target)
+    return {} if value is None else {"saves": rule(value).saves}
 
 
 def _pointwise(target: OpOverload) -> tuple[int, ...]:

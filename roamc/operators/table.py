@@ -138,6 +138,8 @@ class Facts:
             None if the operator does no such thing.
         accumulates: in eager, torch's formulas for gradients call the in-place form, on the first argument; while they
             are traced, they call this operator.
+        saves: positions of the arguments that autograd saves, though its formula for the gradient may read no more of
+            them than their size: eager keeps them, and the graph does not show it.
         renames: the result is the argument; only autograd tells them apart.
         broadcasts: the result has the elements of the second argument in the shape of the first.
         rounds_once: every element of the result is one of an argument or is rounded once, so that its bits are the same
@@ -173,6 +175,7 @@ class Facts:
     compares: tuple[int, int] | None = None
     part: OpOverload | None = None
     accumulates: bool = False
+    saves: tuple[int, ...] = ()
     renames: bool = False
     broadcasts: bool = False
     rounds_once: bool = False
@@ -235,10 +238,12 @@ ROWS: dict[str, Row] = {
     "aten::index_put": Row(recomputable=False, overwrites=(0,), accumulates=True),
     "aten::_index_put_impl_": Row(recomputable=False),
     "aten::scatter_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
-    "aten::index_add": Row(recomputable=False, overwrites=(0,), accumulates=True),
+    "aten::index_add": Row(recomputable=False, overwrites=(0,), accumulates=True, saves=(3,)),
     "aten::scatter.src": Row(recomputable=False, overwrites=(0,), accumulates=True),
     "aten::scatter.reduce": Row(recomputable=False, overwrites=(0,), accumulates=True),
-    "aten::put": Row(recomputable=False, accumulates=True),
+    "aten::put": Row(recomputable=False, accumulates=True, saves=(2,)),
+    "aten::index_copy": Row(recomputable=False, saves=(3,)),
+    **dict.fromkeys(["aten::scatter_reduce", "aten::index_reduce"], Row(recomputable=False, saves=(0, 3))),
     "aten::max_pool2d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
     "aten::max_pool3d_with_indices_backward": Row(recomputable=False, shape_of=(1,)),
     "aten::adaptive_max_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
@@ -247,8 +252,8 @@ ROWS: dict[str, Row] = {
     "aten::_adaptive_avg_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
     **dict.fromkeys(
         [
-            *("aten::scatter_reduce", "aten::index_reduce", "aten::index_copy", "aten::_unsafe_index_put"),
-            *("aten::cumsum", "aten::histc", "aten::bincount", "aten::median", "aten::nanmedian"),
+            *("aten::index_reduce", "aten::_unsafe_index_put", "aten::histc"),
+            *("aten::bincount", "aten::median", "aten::nanmedian"),
             *("aten::_ctc_loss_backward", "aten::_segment_reduce_backward"),
             "aten::_adaptive_avg_pool3d_backward",
             *("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward"),
@@ -356,7 +361,8 @@ ROWS: dict[str, Row] = {
     "aten::cat.default": Row(assembly=Assembly()),
     "aten::slice_backward": Row(assembly=Assembly(dim=2, start=3, step=5, sizes=1)),
     # Not written as they are with out=.
-    **dict.fromkeys([f"aten::_fft_{kind}" for kind in ("r2c", "c2r", "c2c")], Row(out_form=OutForm.COPIES)),
+    **dict.fromkeys([f"aten::_fft_{kind}" for kind in ("c2r", "c2c")], Row(out_form=OutForm.COPIES)),
+    "aten::_fft_r2c": Row(out_form=OutForm.COPIES, saves=(0,)),
     "aten::linalg_qr": Row(out_form=OutForm.ASKS),
     **dict.fromkeys(
         ["aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_functional"],
@@ -369,13 +375,14 @@ ROWS: dict[str, Row] = {
     "aten::adaptive_max_pool3d": Row(index_ranges={1: places(3)}),
     **dict.fromkeys(["aten::argmax", "aten::argmin", "aten::argsort.default"], Row(index_ranges={0: along})),
     **dict.fromkeys(
-        [f"aten::{name}" for name in ("topk", "sort", "mode", "max.dim", "min.dim", "cummax", "cummin")],
+        [f"aten::{name}" for name in ("topk", "sort", "mode", "max.dim", "min.dim")],
         Row(index_ranges={1: along}),
     ),
+    **dict.fromkeys(["aten::cummax", "aten::cummin"], Row(index_ranges={1: along}, saves=(0,))),
     "aten::kthvalue": Row(recomputable=False, index_ranges={1: along}),
     "aten::median.dim": Row(recomputable=False, index_ranges={1: along}),
     "aten::embedding": Row(checked_ranges={1: rows}),
-    "aten::gather": Row(checked_ranges={2: along}),
+    "aten::gather": Row(checked_ranges={2: along}, saves=(0,)),
     "aten::index_select": Row(checked_ranges={2: along}),
     "aten::nll_loss_forward": Row(checked_ranges={1: classes}),
     "aten::nll_loss2d_forward": Row(recomputable=False, checked_ranges={1: classes}),
@@ -385,8 +392,14 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys(
         [f"aten::{name}_backward" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "softplus", "softshrink")]
         + [f"aten::{name}_backward" for name in ("silu", "mish", "hardshrink")]
-        + ["aten::floor_divide", "aten::mse_loss", "aten::smooth_l1_loss", "aten::complex", "aten::polar"],
+        + ["aten::floor_divide", "aten::mse_loss", "aten::smooth_l1_loss", "aten::polar"],
         Row(strides=Strides.OPERANDS),
+    ),
+    "aten::complex": Row(strides=Strides.OPERANDS, saves=(0, 1)),
+    "aten::div.Tensor_mode": Row(saves=(0, 1)),
+    **dict.fromkeys(
+        ["aten::linalg_vector_norm", "aten::_linalg_det", "aten::_linalg_slogdet", "aten::_linalg_solve_ex"],
+        Row(saves=(0,)),
     ),
     "aten::leaky_relu_backward": Row(strides=Strides.OPERANDS_BACKWARDS),
     "aten::threshold_backward": Row(compares=(1, 2), strides=Strides.OPERANDS_BACKWARDS),

@@ -18,7 +18,7 @@ from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verif
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
 from roamc.graph.in_flight import waiting_bytes
 from roamc.graph.lifetimes import most_alive
-from roamc.graph.memory import build_memory, input_bytes
+from roamc.graph.memory import MemoryModel, build_memory, input_bytes
 from roamc.graph.ranks import planned_groups, with_same_plan
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
@@ -30,7 +30,7 @@ from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned, plan_of
 from roamc.rewriting.split import splittable
 from roamc.runtime import blocks
-from roamc.units import Bytes, Seconds
+from roamc.units import Bytes, Seconds, format_bytes
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ def prepared(
     memory = build_memory(graph)
     live = eager_live_bytes(memory)
     peak = int(live.max(initial=0))
+    graph = _noted(graph, memory, peak)
     floor = other_orders.eager_floor(graph, memory) if peak < layout.EFFORT.small_graph else {}
     graph = graph.replace(eager_bytes=peak, eager_floor=floor)
     most_threads = max(threads, torch.get_num_threads())  # a plan from elsewhere may be counted again for more
@@ -87,6 +88,15 @@ def prepared(
     maker = maker.under(terms_of(graph, options.memory_budget, needs))
     state = State(graph, {}, {}, value_flow.read(graph, Numbers()), verify.constraints(graph))
     return maker, maker.runner.run(state, pipeline.same_for_all_budgets(pipeline.PIPELINE))
+
+
+def _noted(graph: TrainGraph, memory: MemoryModel, peak: Bytes, share: float = 0.02) -> TrainGraph:
+    """Return ``graph`` with a note where eager takes less of ``peak`` by ``share`` if the caller drops the outputs."""
+    dropped = int(eager_live_bytes(memory, dropped=True).max(initial=0)) if graph.boundary else peak
+    if peak <= dropped * (1 + share):
+        return graph
+    note = f"eager's peak, like the plan's, counts outputs to the end of backward; {format_bytes(dropped)} without them"
+    return graph.replace(notes=(*graph.notes, note))
 
 
 def terms_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes) -> Terms:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from roamc.graph import Phase, TrainGraph
-from roamc.graph.eager_memory import eager_lifetimes
+from roamc.graph.eager_memory import eager_lifetimes, of_eager
 from roamc.graph.layout import Layout
 from roamc.graph.lifetimes import lifetimes, sizes, timeline
 from roamc.graph.memory import Int64s, MemoryModel, Place, Storage, build_memory
@@ -229,6 +229,8 @@ def lives_of(graph: TrainGraph, *, eager: bool = False) -> Lives:
             results over their arguments; see :func:`roamc.graph.eager_memory.eager_lifetimes`.
     """
     memory = build_memory(graph)
+    if eager:
+        memory = of_eager(memory)
     born, dead = eager_lifetimes(memory) if eager else lifetimes(memory)
     return Lives(memory, born, dead, timeline(sizes(memory.counted), born, dead, len(memory.operators)))
 

@@ -193,7 +193,7 @@ def test_eager_never_holds_less(seed: int, route: str, monkeypatch: pytest.Monke
     """But where it writes over a value."""
     graph, _ = graph_and_inputs(*random_model(seed), route)
     memory = build_memory(graph)
-    monkeypatch.setattr("roamc.graph.eager_memory._written_over", lambda _: ())
+    monkeypatch.setattr("roamc.graph.eager_memory._written_over", lambda *_: ())
     assert (eager_live_bytes(memory) >= live_bytes(memory)).all()
 
 
