@@ -143,8 +143,8 @@ def _nodes_of_autograd(memory: MemoryModel) -> Iterator[tuple[int, Step, Step]]:
 
 def _node_of_autograd(operator: Operator) -> int | None:
     """The number of the node of autograd that ``operator`` is a part of; None if it is of none, or not known."""
-    known = operator.phase is Phase.BACKWARD and not operator.node.meta.get(SUM_OF_GRADIENTS)
-    number: int | None = operator.node.meta.get("seq_nr") if known else None
+    own = operator.phase is Phase.BACKWARD and not operator.node.meta.get(SUM_OF_GRADIENTS)
+    number: int | None = operator.node.meta.get("seq_nr") if own else None
     return number
 
 

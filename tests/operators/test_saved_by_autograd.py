@@ -71,18 +71,18 @@ def plain(node: str) -> str:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_table_knows_what_is_kept_unread() -> None:
-    known = {name.replace("_", "") for name in KNOWN} | LEFT_OUT
+    in_table = {name.replace("_", "") for name in KNOWN} | LEFT_OUT
     missing, calls = set(), 0
     for info in op_db:
         if not info.supports_autograd or torch.float32 not in info.supported_dtypes("cpu"):
             continue
         for sample in itertools.islice(info.sample_inputs("cpu", torch.float32, requires_grad=True), SAMPLES):
             try:
-                found = {plain(name) for name in unread(info, sample)}
+                names = {plain(name) for name in unread(info, sample)}
             except (RuntimeError, NotImplementedError, ValueError, TypeError):
                 continue  # some samples have no backward
             calls += 1
-            missing |= {name for name in found - known if "backward" not in name}  # of second derivatives
+            missing |= {name for name in names - in_table if "backward" not in name}  # of second derivatives
     assert calls > 1000
     assert missing == set()
 
