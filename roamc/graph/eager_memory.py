@@ -206,11 +206,11 @@ def _added_to(
     A gradient that eager does not make is not added: the other one is the sum, whoever else reads it.
     """
     parts = [part for argument in operator.node.args[:2] if (part := _part_of(memory, argument)) is not None]
-    made = [(storage, whole) for storage, whole in parts if storage.index not in missing]
-    if len(made) == 1 < len(parts):
-        return made[0][0], False
+    summands = [(storage, whole) for storage, whole in parts if storage.index not in missing]
+    if len(summands) == 1 < len(parts):
+        return summands[0][0], False
     nbytes = memory.storages[operator.births[0]].nbytes
-    free = (s for s, whole in made if whole and s.nbytes == nbytes and s.place in STEPS_OWN and s.index in dying)
+    free = (s for s, whole in summands if whole and s.nbytes == nbytes and s.place in STEPS_OWN and s.index in dying)
     return next(((storage, True) for storage in free), None)
 
 
