@@ -43,7 +43,7 @@ def of_eager(memory: MemoryModel) -> MemoryModel:
     larger = {}
     for operator in memory.operators:
         dtype = _dropped_dtype(operator.node)
-        if dtype is not None and len(operator.births) == len(tensors_of(operator.node)):
+        if dtype is not None and len(operator.births) == len(list(tensors_of(operator.node))):
             mask = memory.storages[operator.births[-1]]
             if mask.device == "cpu":
                 larger[mask.index] = replace(mask, nbytes=mask.nbytes * dtype.itemsize)
