@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, 
 from torch.utils._python_dispatch import _disable_current_modes
 
 from roamc.compat_dtensor import is_dtensor, part_of
+from roamc.compat_eager import as_in_eager
 from roamc.errors import CaptureError
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload"]  # torch's, for others to import here
@@ -57,6 +58,9 @@ class CaptureMode(FakeTensorMode):
     Attributes:
         read_past: names of the ``watched`` buffers whose own memory was read, as keys in the sequence of first reads.
         over: whether the trace has ended. A fake of it that the user still has refuses to be read.
+        answer: returns the value that an operator reads from fakes, of which the graph being traced has been given a
+            node; of the tracer and that node. None where such an operator raises ``DataDependentError``.
+        tracer: what traces now; None outside of a trace.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class CaptureMode(FakeTensorMode):
         self._watched = _by_storage(watched or {})
         self.read_past: dict[str, None] = {}
         self.over = False
+        self.answer: Callable[[fx.Tracer, fx.Node], Any] | None = None
+        self.tracer: fx.Tracer | None = None
         self._kernel_of = kernel_of or (lambda operator: None)
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -107,7 +113,17 @@ class CaptureMode(FakeTensorMode):
         if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:
             with mock.patch.object(self, "cache_enabled", False):
                 return super().dispatch(func, types, args, kwargs)
-        return super().dispatch(func, types, args, kwargs)
+        try:
+            return super().dispatch(func, types, args, kwargs)
+        except DataDependentError:
+            if self.answer is None or self.tracer is None:
+                raise
+            node: fx.Node = next(iter(reversed(self.tracer.graph.nodes)))
+            if node.target is not func:
+                raise
+            value = self.answer(self.tracer, node)
+            self.tracer.graph.erase_node(node)  # the graph goes by the answer
+            return value
 
     def _check_read(self, tensors: Sequence[torch.Tensor], writes: bool) -> None:
         for key in map(_storage, tensors):
@@ -163,7 +179,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     """
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    function = _with_autocast_cache(function, torch.is_autocast_cache_enabled())
+    function = _followed(_with_autocast_cache(function, torch.is_autocast_cache_enabled()), mode)
     lines = fx.traceback.preserve_node_meta(), _lines_of_callers(), _no_line_left_over()
     here = torch.autograd.set_multithreading_enabled(False)
     try:
@@ -228,6 +244,28 @@ def _with_autocast_cache(function: Callable[..., Any], enabled: bool) -> Callabl
             torch.set_autocast_cache_enabled(before)
 
     return run
+
+
+def _followed(function: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
+    """``function``, of whose tracer ``mode`` knows while it runs, and which is not told that fx traces it."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        with as_in_eager(), mock.patch.object(mode, "tracer", tracer, create=True):
+            return function(*args)
+
+    return run
+
+
+@contextlib.contextmanager
+def for_real() -> Iterator[None]:
+    """Within this context, inside of a trace, operators of ATen run on real tensors and do not enter the graph."""
+    with (
+        without_modes(), no_python_dispatcher(), torch.no_grad(), torch._C._DisableAutocast(),
+        torch._C.DisableTorchFunction(),
+    ):  # fmt: skip
+        yield
 
 
 def graph_so_far() -> fx.Graph:

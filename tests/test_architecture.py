@@ -21,6 +21,7 @@ FLOOR = tuple(
             "compat_aot",
             "compat_dtensor",
             "compat_dynamo",
+            "compat_eager",
             "compat_fsdp",
             "compat_groups",
             "compat_hooks",
@@ -113,7 +114,7 @@ COMPAT = (
     "roamc.compat",
     *(
         f"roamc.compat_{of}"
-        for of in ("aot", "dtensor", "dynamo", "fsdp", "groups", "hooks", "onednn", "operators", "repeats")
+        for of in ("aot", "dtensor", "dynamo", "eager", "fsdp", "groups", "hooks", "onednn", "operators", "repeats")
     ),
 )
 

@@ -20,6 +20,10 @@ _ADVICE = {
         "the step takes a tensor to numpy, where no graph can follow it; use torch's operators, or torch.compile or "
         "roamc.optimize"
     ),
+    "NestedTensorImpl doesn't support": (
+        "the step computes with a nested tensor, as nn.TransformerEncoder does with src_key_padding_mask in eval() and "
+        "without gradients; make the encoder with enable_nested_tensor=False"
+    ),
     "_apply(): Couldn't swap": (
         "loss_fn converts parameters of the model, as .to(), .half() and .cuda() do; convert the model before the "
         "first step, and what it computes in loss_fn"

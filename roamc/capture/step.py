@@ -25,6 +25,7 @@ from roamc.capture.in_place_values import as_values
 from roamc.capture.leaves import check_dtypes
 from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
 from roamc.capture.parts import check_clipping, check_placements, clipped
+from roamc.capture.questions import Question
 from roamc.capture.replicas import Replica, average
 from roamc.capture.step_trace import StepRequest, Trace, phases_of, returned_values
 from roamc.capture.value_check import values_kept
@@ -89,6 +90,7 @@ class CapturedStep:
         groups: names of the groups of ranks that do so.
         changes: attributes of modules that forward set to tensors of the trace; capture has put their old values back.
         handed: positions among the leaves of the batch of the tensors whose gradients the graph returns.
+        questions: what the step has asked of batch and buffers; it serves those with the same answers only.
     """
 
     graph: TrainGraph
@@ -100,6 +102,7 @@ class CapturedStep:
     groups: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
     handed: tuple[int, ...] = ()
+    questions: tuple[Question, ...] = ()
 
 
 def capture_step(request: StepRequest) -> CapturedStep:
@@ -235,7 +238,7 @@ class _Assembly:
         return CapturedStep(
             captured, tuple(self.sources), self.cohorts, tuple(traced.replicas), reduced,
             fully_sharded.sequence(graph), fully_sharded.groups_of(traced.shardings), tuple(traced.changes),
-            traced.handed,
+            traced.handed, tuple(traced.questions),
         )  # fmt: skip
 
     def _handed_ports(self) -> Iterator[Port]:

@@ -32,6 +32,7 @@ from roamc.capture.hooks import follow_hooks
 from roamc.capture.in_place_views import as_views
 from roamc.capture.leaves import check_memory, check_same_parameters, check_untouched, memory_of, state_of
 from roamc.capture.parts import place_gradient, stand_in
+from roamc.capture.questions import Question, Questions
 from roamc.capture.repeats import DiffersError, Repeats
 from roamc.capture.replicas import check_called, followed, replicas_of
 from roamc.compat_dtensor import gathered, part_of
@@ -113,6 +114,14 @@ class Trace:
         self.replicas = replicas_of(request.model)
         self.shardings = fully_sharded.shardings(request.model)
         self.repeats: Repeats | None = None
+        askable = {**buffers, **{f"batch[{index}]": request.leaves[index] for index in self.tensor_leaves}}
+        askable = {name: part_of(tensor) for name, tensor in askable.items()}
+        self._questions = Questions([*parameters, *askable], askable)
+
+    @property
+    def questions(self) -> Sequence[Question]:
+        """What the step has asked of batch and buffers, with the answers."""
+        return self._questions.asked
 
     def run(self, mode: compat.CaptureMode) -> fx.GraphModule:
         """Return the traced graph, with fake values of ``mode``; afterwards the attributes are set.
@@ -120,6 +129,7 @@ class Trace:
         Raises:
             CaptureError: the step cannot be one graph; one line that says what to do.
         """
+        mode.answer = self._questions.answer
         device = self.request.device or torch.device("cpu")
         reals = [*self.parameters.values(), *self.buffers.values()]
         fakes = [compat.fake_parameter(mode, part_of(tensor), device) for tensor in reals]
@@ -178,6 +188,7 @@ class Trace:
         return stand_ins, leaves
 
     def _step(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+        self._questions.begin()
         reals = {**self.parameters, **self.buffers}
         stand_ins, leaves = self._leaves(flat)
         closures = Closures({id(real): stand_ins[name] for name, real in reals.items()})

@@ -43,6 +43,7 @@ class BoundStep:
         group: name of a parameter to its parameter group in the optimizer.
         parameters, buffers: name to the dict of a module, and the key in it, where the live tensor stands.
         handed: positions in the batch of tensors that get a gradient, in the order in which the program returns these.
+        questions: what tracing has asked of batch and buffers, with its answers.
         has_parts: whether a parameter, buffer or tensor of the batch is a DTensor, of which the program gets a part.
     """
 
@@ -55,6 +56,7 @@ class BoundStep:
         self.optimizer = request.optimizer
         self.sources = captured.sources
         self.handed = captured.handed
+        self.questions = captured.questions
         self.cohort = _numbered(captured.cohorts)
         self.group = {name: cohort.group for name, cohort in captured.cohorts.items()}
         self.parameters = _slots(request.model, "_parameters")
@@ -75,6 +77,14 @@ class BoundStep:
             and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}
             and _equal(self.constants, _constants(captured.graph))  # the fingerprint does not see their values
         )
+
+    def answers(self, leaves: Sequence[Any]) -> bool:
+        """Whether what tracing has asked of batch and buffers has the same answers for ``leaves``, the batch."""
+        if not self.questions:
+            return True
+        batch = {f"batch[{index}]": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        tensors = {name: part_of(tensor) for name, tensor in {**self.held(), **batch}.items()}
+        return all(question.ask(tensors) for question in self.questions)
 
     def held(self) -> dict[str, torch.Tensor]:
         """Return the model's parameters and buffers as they are now, by name."""

@@ -329,7 +329,8 @@ class TrainStep:
             The program, and what its :meth:`roamc.frontends.bound_step.BoundStep.cohorts_now` returns.
         """
         current = self._key(leaves, nest)
-        key = next((entry for entry in reversed(self._steps) if entry.asked == current and entry.reads.hold()), None)
+        alike = (entry for entry in reversed(self._steps) if entry.asked == current and entry.reads.hold())
+        key = next((entry for entry in alike if self._steps[entry].answers(leaves)), None)
         bound = self._steps[key] if key is not None else None
         cohorts = bound.cohorts_now() if bound is not None else None
         if key is None or bound is None or cohorts is None:

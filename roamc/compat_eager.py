@@ -1,0 +1,125 @@
+"""torch's private interfaces: answers to a program that asks whether it is being traced, as eager gives them.
+
+A step that is traced must not take another branch than in eager. ``torch.compiler.is_compiling()``, ``is_exporting()``
+and ``torch.jit.is_tracing()`` say no by themselves. What says yes under ``make_fx`` and fake tensors is answered here,
+to all callers but torch and roamc:
+
+    is_fx_tracing()                                      a flag
+    nn.MultiheadAttention's own question                 a function of its module
+    has_torch_function(x), under the modes of capture     a function of torch.overrides
+    isinstance(x, FakeTensor), is_fake(x), detect_fake_mode(x)
+        by any road: ``from torch._subclasses import FakeTensor`` at the head of a file or in a function,
+        ``torch._subclasses.fake_tensor.FakeTensor`` where it is asked
+
+An address, as of ``x.data_ptr()``, has no answer before the step runs: it is refused. What asks for ``type(x)`` is told
+the truth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch import _guards, _subclasses, overrides
+from torch._subclasses import fake_tensor
+from torch.fx import _symbolic_trace
+from torch.nn.modules import activation
+
+from roamc.errors import CaptureError
+
+_INSIDERS = ("torch", "roamc")
+"""Packages that are told the truth."""
+
+
+class _NoneAreFake(type):
+    """Class of a class that has no instances."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return False
+
+
+class _Fake(metaclass=_NoneAreFake):
+    """Stands for ``FakeTensor``: in eager, no tensor is one."""
+
+
+def _has_torch_function(arguments: Iterable[object]) -> bool:
+    """Whether arguments or modes override functions of torch, those of capture left out where a model asks."""
+    caller = sys._getframe(1).f_globals
+    if _is_insider(caller) and not caller["__name__"].startswith("torch.nn.modules."):
+        return bool(_REAL_FUNCTION(arguments))
+    modes = [type(mode).__module__ for mode in overrides._get_current_function_mode_stack()]
+    others = [value for value in arguments if type(value) is not torch.Tensor]
+    return not all(mode.startswith(_OF_CAPTURE) for mode in modes) or bool(overrides._get_overloaded_args(others))
+
+
+_OF_CAPTURE = ("roamc.", "torch.fx.")
+"""Where the function modes are from that are there because the step is traced."""
+
+_REAL_FUNCTION = overrides.has_torch_function
+_REAL_ADDRESS = torch.UntypedStorage.data_ptr
+
+_HIDDEN = {
+    "has_torch_function": (overrides.has_torch_function, _has_torch_function),
+    "FakeTensor": (fake_tensor.FakeTensor, _Fake),
+    "is_fake": (fake_tensor.is_fake, lambda value: False),
+    "detect_fake_mode": (_guards.detect_fake_mode, lambda inputs=None: None),
+}
+"""Name to what it stands for, and to what stands for it while a step is traced."""
+
+
+class _Discreet(types.ModuleType):
+    """A module of torch that hands out what hides fake tensors, to callers outside of torch and roamc."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in _HIDDEN and value is _HIDDEN[name][0] and not _is_insider(sys._getframe(1).f_globals):
+            return _HIDDEN[name][1]
+        return value
+
+
+def _is_insider(variables: dict[str, Any]) -> bool:
+    return str(variables.get("__name__", "")).partition(".")[0] in _INSIDERS
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """In the place of ``FakeTensor.data_ptr``."""
+    return _address_of_storage(tensor.untyped_storage()) if _is_insider(sys._getframe(1).f_globals) else _refuse()
+
+
+def _address_of_storage(storage: torch.UntypedStorage) -> int:
+    """In the place of ``UntypedStorage.data_ptr``."""
+    if storage.device.type == "meta" and not _is_insider(sys._getframe(1).f_globals):
+        _refuse()
+    return _REAL_ADDRESS(storage)
+
+
+def _refuse() -> NoReturn:
+    raise CaptureError(
+        "the step asks for the address of a tensor (data_ptr()), which it has when it runs and not while it is traced; "
+        "compare tensors by `is`, or use torch.compile or roamc.optimize"
+    )
+
+
+@contextlib.contextmanager
+def as_in_eager() -> Iterator[None]:
+    """Within this context, inside of a trace, functions that ask whether they are traced are told that they are not."""
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(_symbolic_trace, "_is_fx_tracing_flag", False))
+        patches.enter_context(mock.patch.object(activation, "_is_make_fx_tracing", return_value=False))
+        patches.enter_context(mock.patch.object(overrides, "has_torch_function", _has_torch_function))
+        patches.enter_context(mock.patch.object(fake_tensor.FakeTensor, "data_ptr", _address))
+        patches.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage))
+        for module in list(sys.modules.values()):
+            variables = getattr(module, "__dict__", {})
+            if not _is_insider(variables):
+                for name in [name for name, (real, _) in _HIDDEN.items() if variables.get(name) is real]:
+                    patches.enter_context(mock.patch.object(module, name, _HIDDEN[name][1]))
+        for module in (_subclasses, fake_tensor, _guards):
+            patches.callback(setattr, module, "__class__", module.__class__)
+            module.__class__ = _Discreet
+        yield
