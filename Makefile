@@ -57,6 +57,7 @@ sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, ran
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_models --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_models --family in-place --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_peaks --workers $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_transformers --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_plans
 
 lint: $(VENV)/.ready build/types ## ruff, mypy --strict, and the rules on imports and lengths

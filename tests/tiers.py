@@ -46,6 +46,9 @@ FIRST: dict[str, int] = {
     "tests/capture/test_metadata.py::test_norms_are_noted_as_they_are_whatever_the_dtypes": 1,
     "tests/capture/test_moved.py::test_every_result_is_that_of_its_operator_on_the_gpu": 1,
     "tests/capture/test_moved.py::test_operators_of_a_budget_run_again_on_the_gpu": 1,
+    "tests/capture/test_questions.py::test_a_step_that_asks_whether_it_is_traced_is_told_no": 6,
+    "tests/capture/test_questions.py::test_llama_has_the_bits_of_eager_and_the_plan_of_its_step": 1,
+    "tests/capture/test_questions.py::test_what_depends_on_no_input_is_known": 5,
     "tests/capture/test_rng_replay.py::test_train_step_draws_what_eager_draws": 3,
     "tests/cli/test_calibrate_ranks.py::test_ranks_fail_together_in_one_line": 0,
     "tests/cli/test_cli.py::test_a_reader_that_has_read_enough_is_no_error": 0,
@@ -251,6 +254,8 @@ FIRST: dict[str, int] = {
     "tests/sweeps/test_models.py::test_bits_of_torch_where_modules_write_in_place": 1,
     "tests/sweeps/test_peaks.py::test_a_step_takes_no_more_than_eagers": 1,
     "tests/sweeps/test_traced.py::test_operators_and_modules": 1,
+    "tests/sweeps/test_transformers.py::test_a_step_has_the_bits_of_eager": 3,
+    "tests/sweeps/test_transformers.py::test_a_step_that_reads_numbers_of_its_batch_is_refused_with_the_line": 0,
 }
 
 
