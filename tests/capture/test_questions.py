@@ -228,3 +228,17 @@ def test_llama_has_the_bits_of_eager_and_the_plan_of_its_step(cache: bool) -> No
     assert_same(step(ids), eager_step(twin, of_model, sgd(twin), ids))
     assert_same(tensors_of(model), tensors_of(twin))
     assert step.plan(ids).fingerprint == step.plans[0].fingerprint
+
+
+def test_a_nested_tensor_of_an_encoder_that_eager_takes_a_short_way_through_is_refused() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    teacher = nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
+
+    def asks(model: Asking, h: Tensor, x: Tensor) -> bool:
+        with torch.no_grad():
+            teacher(x[None], src_key_padding_mask=torch.tensor([[False, False, True]]))
+        return True
+
+    model = Asking(asks)
+    with pytest.raises(roamc.CaptureError, match="enable_nested_tensor=False"):
+        roamc.train_step(model, loss_fn, sgd(model))(noise(3, 4))
