@@ -50,18 +50,17 @@ def hooks_so_far() -> int:
     return RemovableHandle.next_id - _asked
 
 
-def global_module_hooks() -> tuple[object, ...]:
-    """Return the identities of the hooks that run for every module of the process, as four tuples, one for each kind.
+def global_module_hooks() -> tuple[dict[int, Callable[..., Any]], ...]:
+    """Return the hooks that run for every module of the process, number to hook, as four dicts, one for each kind.
 
     The kinds are forward pre-hooks, forward hooks, backward pre-hooks and backward hooks.
     """
     from torch.nn.modules import module
 
-    kinds = (
+    return (
         module._global_forward_pre_hooks, module._global_forward_hooks,
         module._global_backward_pre_hooks, module._global_backward_hooks,
     )  # fmt: skip
-    return tuple(tuple(hooks) for hooks in kinds)
 
 
 def function_modes() -> list[object]:

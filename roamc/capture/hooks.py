@@ -1,7 +1,7 @@
 """Hooks that a user has registered on parameters and modules, in the trace of a training step.
 
-Hooks of modules, and of tensors inside the model, run while the model is traced: they need nothing from here. Hooks of
-parameters do: the trace puts other tensors in the parameters' place.
+Hooks of modules, and of tensors inside the model, run while the model is traced: of them only what they read is needed,
+as a part of the step's key. Hooks of parameters need more: the trace puts other tensors in the parameters' place.
 
     Tensor.register_hook                         traced on the gradient, before clipping and update
     Tensor.register_post_accumulate_grad_hook    refused: it reads .grad, and a planned step has none
@@ -11,7 +11,7 @@ parameters do: the trace puts other tensors in the parameters' place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,12 @@ from torch import fx, nn
 
 from roamc import compat, compat_hooks
 from roamc.capture.closures import Closures
+from roamc.capture.python_keys import Seen, iterators_of, of_called
+from roamc.capture.python_state import HOOKS
 from roamc.errors import CaptureError
 from roamc.operators import ops
 
-MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Attributes of ``nn.Module`` that hold the hooks of its forward and backward, by their numbers."""
-
-Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
+Hook = Callable[..., Any]
 
 
 class NodeHooks:
@@ -56,17 +55,18 @@ class NodeHooks:
 
 
 def hooks_key(
-    modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor], of_nodes: NodeHooks
+    modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor], of_nodes: NodeHooks, seen: Seen
 ) -> tuple[object, ...]:
     """Return a hashable key of the hooks that a step contains; a captured step serves only while it stays equal.
 
-    Hooks are known by the number that torch gives each at its registration: one that is removed and registered again
-    is another hook.
+    A hook is known by the number that torch gives it at its registration (one that is removed and registered again is
+    another hook) and by its function; what that reads is put into ``seen``.
 
     Args:
         modules: all modules of the model, as ``model.modules()`` gives them.
         parameters: all parameters of the model, always in the same order.
         of_nodes: finds the hooks on autograd nodes; the same object at every step.
+        seen: what the step's key has met.
 
     Returns:
         Four items: the hooks of modules, each with the position of its module; the tensor hooks and the
@@ -74,31 +74,38 @@ def hooks_key(
         node; the hooks that run for every module of the process.
     """
     of_modules = tuple(
-        (number, name, *hooks)
+        (number, name, *_described(hooks, seen))
         for number, own in enumerate(map(vars, modules))
-        for name in MODULE_HOOKS
+        for name in HOOKS
         if (hooks := own.get(name))
     )
     of_parameters = tuple(
-        (number, *(parameter._backward_hooks or ()), "late", *_late(parameter))
+        (number, *_described(parameter._backward_hooks or {}, seen), "late", *_late(parameter))
         for number, parameter in enumerate(parameters)
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     )
-    return (of_modules, of_parameters, of_nodes.among(parameters), compat_hooks.global_module_hooks())
+    of_all = tuple(tuple(_described(hooks, seen)) for hooks in compat_hooks.global_module_hooks())
+    return (of_modules, of_parameters, of_nodes.among(parameters), of_all)
 
 
-def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse hooks that run when ``.grad`` is accumulated, which a planned step does not do.
+def _described(hooks: Mapping[int, Hook], seen: Seen) -> Iterator[object]:
+    return ((number, of_called(hook, seen)) for number, hook in hooks.items())
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuse hooks that run when ``.grad`` is accumulated, which a planned step does not do, and hooks with iterators.
 
     Parameters with ``requires_grad=False`` may have any.
-
-    Args:
-        parameters: name in the model to parameter.
 
     Raises:
         CaptureError: names the parameter and, where torch tells it, the hook.
     """
-    for name, parameter in parameters.items():
+    found: list[Mapping[int, Hook]] = [*compat_hooks.global_module_hooks()]
+    found += [vars(module)[name] for module in model.modules() for name in HOOKS]
+    found += [parameter._backward_hooks or {} for parameter in model.parameters()]
+    for hook in (hook for hooks in found for hook in hooks.values()):
+        check_iterators(hook, f"hook {name_of(hook)}")
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         late = _late(parameter)
@@ -112,6 +119,23 @@ def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"parameter {name!r} has a hook on the autograd node that accumulates its .grad, and train_step keeps "
                 "no .grad; change the gradient by parameter.register_hook, or use roamc.optimize"
             )
+
+
+def check_iterators(function: Callable[..., object], who: str) -> None:
+    """Refuse a function that names an iterator: every later step would compute with the values of the first.
+
+    Args:
+        function: the loss function or a hook.
+        who: its name in the message.
+
+    Raises:
+        CaptureError: says of which type the iterator is, and what to do.
+    """
+    for iterator in iterators_of(function):
+        raise CaptureError(
+            f"{who} names a {type(iterator).__name__}, an iterator, which advances only while the step is traced: "
+            "every later step would compute with the same values; call next() outside, and pass what it returns"
+        )
 
 
 def follow_hooks(leaf: torch.Tensor, parameter: torch.Tensor, name: str, closures: Closures) -> None:

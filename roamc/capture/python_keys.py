@@ -1,21 +1,25 @@
 """Keys of Python's values and functions: hashable, and equal while nothing has changed that a captured step may read.
 
 A value is described by its content, as far as :data:`DEEP` and :data:`LONG` allow, and by identity beyond. A function
-is described with the variables that it names, and so on through the functions among them; what functions read of other
-objects is collected in :class:`Seen` and described with them. :mod:`roamc.capture.python_state` says what counts.
+is described by which one it is; the variables that it names, those of the functions among them, and what all of these
+read of objects are collected in :class:`Seen`, each at a place of its own, so that a value that the step itself changes
+hides no other. :mod:`roamc.capture.python_state` says what counts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dis
 import functools
 import io
 import itertools
 import sys
+import threading
 import types
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,13 +42,19 @@ LONG = 1_000
 MANY = 10_000
 """Elements of containers within containers that are looked into, all together, for one variable or attribute."""
 
-OBJECTS = 100
+OBJECTS = 1_000
 """Objects that functions name and whose attributes are watched; those named later are known by identity alone."""
 
 CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 
 NAMED = (*PLAIN, *FUNCTIONS, *CONTAINERS, torch.Tensor, nn.Module)
-"""Types that are looked at among the global variables, defaults and closure contents of a function."""
+"""Types of values that are described themselves, not by what functions read of them."""
+
+WHOLE = frozenset({"vars", "asdict", "__dict__"})
+"""Names by which a function reads all attributes of an object."""
+
+COMPUTED = ("__getattr__", "__getattribute__", "__getitem__")
+"""Methods of a class that find values of its objects by keys and names that are written nowhere else."""
 
 ABSENT = object()
 """In the place of the value of a variable or attribute that is missing."""
@@ -71,38 +81,80 @@ class Unknown(Same):
     __slots__ = ()
 
 
-Place = tuple[int, str]
-"""An attribute of an object: the object's identity, and the attribute's name."""
+Place = tuple[object, ...]
+"""A variable of a function or an attribute of an object: the owner's identity, the name, for a dict the key in it."""
 
 
 class Seen:
     """What the description of one key has met so far.
 
     Attributes:
-        functions: identities of the functions described, and pairs of an object and its method: each comes once.
+        places: what functions read, each variable, attribute and entry of a dict with a key of its value.
+        functions: identities of the functions described: each comes once.
         around: identities of the containers and objects that are being described: one may hold itself.
         left: elements that may still be looked into, see ``MANY``.
         names: attributes that the functions read, of whatever object, in the order in which they came.
-        objects: objects and Python modules that the functions name, by identity.
+        objects: objects, classes and Python modules that the functions name, by identity.
+        owners: identities of the objects that are called, or whose methods are.
+        holders: numbers for what has no identity that counts, such as a functools.partial.
     """
 
     def __init__(self) -> None:
+        self.places: dict[Place, object] = {}
         self.functions: set[object] = set()
         self.around: set[int] = set()
         self.left = MANY
         self.names: dict[str, None] = {}
         self.objects: dict[int, object] = {}
+        self.owners: set[int] = set()
+        self.holders = itertools.count()
 
     def note(self, value: object) -> bool:
         """Return whether functions may read attributes of ``value``; if so, add it to ``objects``.
 
         ``objects`` takes :data:`OBJECTS` of them at most.
         """
-        if isinstance(value, (*NAMED, type)) or not _is_watched(value):
+        if isinstance(value, NAMED) or not _is_watched(value):
             return False
         if len(self.objects) < OBJECTS:
             self.objects.setdefault(id(value), value)
         return True
+
+    def own(self, value: object) -> None:
+        """Add an object that is called, or whose method is, to ``objects``."""
+        self.owners.add(id(value))
+        self.objects.setdefault(id(value), value)
+
+
+def changed(before: Mapping[Place, object], after: Mapping[Place, object]) -> frozenset[Place]:
+    """Return the places at which a trace has left something that the next step does not read as another value.
+
+    Such are a list to which a function appends and a tensor that it keeps. A number that it counts up is not among
+    them: the next step reads another one, and is traced anew.
+
+    Args:
+        before: ``Seen.places`` before the trace.
+        after: the same after it.
+    """
+    pairs = ((place, before.get(place), after.get(place)) for place in {**before, **after})
+    return frozenset(place for place, old, new in pairs if not _is_counted(old, new))
+
+
+def _is_counted(before: object, after: object) -> bool:
+    """Whether two keys differ at most in numbers, strings and the like; None is that of nothing."""
+    if before == after or (_is_plain(before) and _is_plain(after)):
+        return True
+    alike = isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after)
+    return alike and all(map(_is_counted, before, after))  # type: ignore[arg-type]
+
+
+def _is_plain(described: object) -> bool:
+    """Whether a key is one of :func:`of_plain`, the bytes of an array, or None."""
+    return (
+        described is None
+        or isinstance(described, bytes)
+        or (isinstance(described, tuple) and described[:1] != () and described[0] in PLAIN)
+    )
 
 
 def of_plain(value: object) -> tuple[object, ...]:
@@ -116,23 +168,41 @@ def of_plain(value: object) -> tuple[object, ...]:
     return kind, value
 
 
-def of_function(function: object, *, inside: bool = True) -> tuple[object, dict[Place, object]]:
-    """Return a hashable key of a function, such as the loss function, and of the variables that it names.
+def of_called(value: Any, seen: Seen) -> object:
+    """Return a key of a function, such as the loss function or a hook: which one it is. Add what it reads to ``seen``.
 
-    These are global variables, closure contents and defaults of the types in ``NAMED``, and likewise those of the
-    functions among them. A method's key also has, unless its object is a module, the object's plain attributes, and the
-    variables and methods of the object and of its class that the method names.
+    That is: global variables, closure contents and defaults, and likewise those of the functions among them; and, once
+    :func:`complete` has been called, what all of them read of objects.
 
     Args:
-        function: a function, a method, a functools.partial of one, or an object that is called. An object is known by
-            identity, its ``__call__`` and, if they are plain, its attributes.
-        inside: whether the content of lists, dicts and sets that are named counts; if not, their identity alone.
-
-    Returns:
-        The key; and for the attributes that the functions read of objects, (identity of object, name) to its key.
+        value: a function, a method, a functools.partial of one, or an object that is called.
+        seen: what the key's description has met.
     """
-    seen = Seen()
-    return _called(function, seen, inside=inside), _read_of_objects(seen)
+    if isinstance(value, FUNCTIONS):
+        return _function(value, seen)
+    if seen.note(value) and not isinstance(value, type):
+        seen.own(value)
+    return Same(value)
+
+
+def complete(seen: Seen) -> dict[Place, object]:
+    """Add what functions read of the objects that they name, and of the objects found in these; return all places.
+
+    A method that is named of an object counts, with what it names in turn; so do methods that Python calls by itself,
+    such as ``__call__``.
+    """
+    looked: set[tuple[int, int]] = set()
+    while True:
+        extent = len(seen.names), len(seen.objects)
+        for owner in list(seen.objects.values()):
+            if (id(owner), extent[0]) in looked:
+                continue
+            looked.add((id(owner), extent[0]))
+            for name, value in list(_attributes_of(owner, seen)):
+                if (id(owner), name) not in seen.places:
+                    _put((id(owner), name), value, seen)
+        if extent == (len(seen.names), len(seen.objects)):
+            return seen.places
 
 
 def iterators_of(function: object) -> Iterator[object]:
@@ -162,14 +232,16 @@ def of_identity(value: object) -> object:
 
 
 def of_content(value: object) -> object:
-    """Return a hashable key of ``value``; of a function, with what it reads of the objects that it names."""
+    """Return a key of ``value``; of a function, with what it reads of the objects that it names."""
     seen = Seen()
     described = of_value(value, 0, seen)
-    return (described, frozenset(_read_of_objects(seen).items())) if seen.objects else described
+    return (described, complete(seen)) if seen.places or seen.objects else described
 
 
 def of_value(value: Any, depth: int, seen: Seen) -> object:
     """Return a hashable key of ``value``: equal while its content is the same, within ``DEEP`` levels and ``LONG``.
+
+    What a function reads is not part of it: it is put into ``seen``.
 
     Args:
         value: anything.
@@ -216,6 +288,8 @@ def _container(value: Any, depth: int, seen: Seen) -> object:
 
 def _record(value: Any, depth: int, seen: Seen) -> object:
     """Describe an object, such as a configuration, by identity and attributes; without those if one lies too deep."""
+    if depth:  # the functions read it by way of what it lies in
+        seen.note(value)
     own = _attributes_in(value)
     seen.left -= len(own)
     if own and (depth == DEEP or len(own) > LONG or seen.left < 0):
@@ -229,7 +303,8 @@ def _record(value: Any, depth: int, seen: Seen) -> object:
 def _attributes_in(value: object) -> dict[str, Any]:
     """Attributes that an object itself holds, in its ``__dict__`` and in its ``__slots__``, by name."""
     try:
-        attributes = dict(object.__getattribute__(value, "__dict__"))
+        of_thread = isinstance(value, threading.local)
+        attributes = dict(vars(value) if of_thread else object.__getattribute__(value, "__dict__"))
     except (AttributeError, TypeError):
         attributes = {}
     slotted = (kind.__dict__ for kind in type(value).__mro__ if "__slots__" in kind.__dict__)
@@ -240,140 +315,129 @@ def _attributes_in(value: object) -> dict[str, Any]:
     return attributes
 
 
-def _called(value: Any, seen: Seen, *, inside: bool) -> object:
-    """Describe what is called: a function, or an object by its attributes and its ``__call__``."""
-    if isinstance(value, FUNCTIONS):
-        return _function(value, seen, inside=inside)
-    content = of_value(value, 0, seen) if inside else Same(value)
-    call = next(_attribute(type(value), "__call__"), None)
-    if isinstance(value, nn.Module | type) or not isinstance(call, types.FunctionType):
-        return content
-    return content, _method(value, call, seen, inside=inside)
-
-
-def _function(value: Any, seen: Seen, *, inside: bool = True) -> object:
-    """Describe a function and what it names; one in ``seen`` or of torch, which does not change, by identity."""
+def _function(value: Any, seen: Seen) -> object:
+    """Describe a function, and put what it names into ``seen``; of one of torch's, only functions in its closure."""
     if isinstance(value, types.MethodType):
-        return _method(value.__self__, value.__func__, seen, inside=inside)
+        return _method(value.__self__, value.__func__, seen)
     if isinstance(value, functools.partial):
-        return _partial(value, seen, inside=inside)
-    if not isinstance(value, types.FunctionType) or id(value) in seen.functions or is_torch(value.__module__):
-        return Same(value)
-    seen.functions.add(id(value))
-    seen.names.update(dict.fromkeys(_attributes(value.__code__)))
-    variables = [(name, item) for name, item in _variables(value) if isinstance(item, NAMED) or seen.note(item)]
-    return Same(value), tuple((name, _named(item, seen, inside=inside)) for name, item in variables)
+        held = (*enumerate(value.args), *value.keywords.items())
+        return "partial", of_called(value.func, seen), _held(held, seen)
+    if isinstance(value, types.BuiltinFunctionType):
+        owner = value.__self__
+        plain = owner is None or isinstance(owner, types.ModuleType | type)
+        return Same(value) if plain else (value.__name__, _held([("", owner)], seen))
+    if id(value) not in seen.functions:
+        seen.functions.add(id(value))
+        variables = _variables(value)
+        if is_torch(value.__module__):
+            variables = [(name, item) for name, item in variables if isinstance(item, FUNCTIONS)]
+        else:
+            seen.names.update(dict.fromkeys(_attributes(value.__code__)))
+        if value.__dict__:
+            seen.own(value)
+        for name, item in variables:
+            _put((id(value), name), item, seen)
+    return Same(value), value.__code__
 
 
 def _variables(function: types.FunctionType) -> list[tuple[str, object]]:
-    """Return the global variables and closure contents that a function names, and its defaults, whose name is ""."""
-    named = [(name, function.__globals__.get(name, ABSENT)) for name in _names(function.__code__)]
-    named += zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
-    named += [("", default) for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())]
-    return named
+    """Return the global variables that a function names, its closure contents and its defaults, each by its own name.
 
-
-def _partial(value: functools.partial[Any], seen: Seen, *, inside: bool) -> object:
-    """Describe a functools.partial: what it calls, and the arguments that it holds; another one with them is equal."""
-    if id(value) in seen.functions:
-        return Same(value)
-    seen.functions.add(id(value))
-    bound = [*enumerate(value.args), *value.keywords.items()]
-    arguments = tuple(
-        (place, _named(item, seen, inside=inside), of_value(item, DEEP - 1, seen) if seen.note(item) else None)
-        for place, item in bound
-    )
-    return "partial", _called(value.func, seen, inside=inside), arguments
-
-
-def _method(owner: Any, function: Any, seen: Seen, *, inside: bool) -> object:
-    """Describe a method and its object; the attributes of a module are looked at elsewhere."""
-    if (id(owner), id(function)) in seen.functions:
-        return Same(owner)
-    seen.note(owner)
-    described = Same(owner), _called(function, seen, inside=inside)
-    if isinstance(owner, nn.Module):
-        return described
-    return *described, _plain_values(owner), tuple(_members(owner, function, seen, inside=inside))
-
-
-def _members(owner: Any, function: Any, seen: Seen, *, inside: bool) -> Iterator[object]:
-    """Describe what a method names of its object and of the class, and what the methods among that name of them."""
-    seen.functions.add((id(owner), id(function)))
-    for name in _attributes(function.__code__) if isinstance(function, types.FunctionType) else ():
-        for value in _attribute(owner, name):
-            if isinstance(value, NAMED):
-                yield name, _named(value, seen, inside=inside)
-            if isinstance(value, types.FunctionType) and (id(owner), id(value)) not in seen.functions:
-                yield from _members(owner, value, seen, inside=inside)
-
-
-def _attribute(owner: Any, name: str) -> Iterator[object]:
-    """Find an attribute in an object and in all its classes, as ``super()`` may; of a property, its function."""
-    kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
-    for own in (_attributes_in(owner), *(kind.__dict__ for kind in kinds)):
-        if name in own:
-            value = own[name]
-            if isinstance(value, staticmethod | classmethod):
-                yield value.__func__
-            else:
-                yield value.fget if isinstance(value, property) else value
-
-
-def _named(value: Any, seen: Seen, *, inside: bool) -> object:
-    """Describe one variable that a function names: a container by identity if not ``inside``, as is any object."""
-    if isinstance(value, FUNCTIONS):
-        return _function(value, seen, inside=inside)
-    if seen.note(value) or (isinstance(value, CONTAINERS) and not inside):
-        return Same(value)
-    seen.left = MANY
-    return of_value(value, 0, seen)
-
-
-def _plain_values(owner: object) -> object:
-    """Numbers, strings and flags of the object that a method belongs to."""
-    own = _attributes_in(owner)
-    return tuple((name, of_plain(value)) for name, value in own.items() if type(value) in PLAIN)
-
-
-def _read_of_objects(seen: Seen) -> dict[Place, object]:
-    """Return keys of the attributes that functions name of the objects they name, and of the objects found in these.
-
-    A method that is named of an object counts, with what it names in turn; so does ``__call__``.
+    Of a function of torch, whose global variables nobody changes, without these.
     """
-    keys: dict[Place, object] = {}
-    looked: set[tuple[int, int]] = set()
-    while True:
-        extent = len(seen.names), len(seen.objects)
-        for owner in list(seen.objects.values()):
-            if (id(owner), extent[0]) in looked:
-                continue
-            looked.add((id(owner), extent[0]))
-            for name, value in _attributes_of(owner, seen.names):
-                if (id(owner), name) not in keys:
-                    keys[id(owner), name] = _named(value, seen, inside=True)
-        if extent == (len(seen.names), len(seen.objects)):
-            return keys
+    named: list[tuple[str, object]] = []
+    if not is_torch(function.__module__):
+        named += [(name, function.__globals__.get(name, ABSENT)) for name in _names(function.__code__)]
+        named += [(f"default {n}", default) for n, default in enumerate(function.__defaults__ or ())]
+        named += [(f"default {name}", default) for name, default in (function.__kwdefaults__ or {}).items()]
+    cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
+    named += [(f"nonlocal {name}", item) for name, item in cells]
+    return [(name, item) for name, item in named if item is not ABSENT]
 
 
-def _attributes_of(owner: object, names: Mapping[str, None]) -> list[tuple[str, object]]:
-    """Return the attributes of an object that have one of ``names``: its own, and what its classes have for all."""
-    own = _attributes_in(owner)
-    attributes = [(name, value) for name, value in own.items() if name in names]
+def _held(items: Sequence[tuple[object, object]], seen: Seen) -> tuple[object, ...]:
+    """Put what a partial or bound method holds into ``seen``; return a key that one that holds the same has too."""
+    number = next(seen.holders)
+    for name, item in items:
+        _put((number, name), item, seen)
+    return number, *(name for name, _ in items)
+
+
+def _method(owner: Any, function: Any, seen: Seen) -> object:
+    """Describe a method and its object; attributes of a module are looked at elsewhere, those of torch's nowhere."""
+    if isinstance(owner, type):
+        seen.note(owner)
+    elif not isinstance(owner, nn.Module) and not is_torch(getattr(function, "__module__", None)):
+        seen.own(owner)
+    return Same(owner), of_called(function, seen)
+
+
+def _put(place: Place, value: Any, seen: Seen) -> None:
+    """Describe a variable or an attribute that functions read; each entry of a dict has a place of its own."""
+    seen.left = MANY
+    if isinstance(value, weakref.ref):
+        value = value()
+    if isinstance(value, contextvars.ContextVar):
+        value = value.get(ABSENT)
+    if not isinstance(value, dict) or len(value) > LONG or id(value) in seen.around:
+        seen.places[place] = Same(value) if seen.note(value) else of_value(value, 0, seen)
+        return
+    seen.around.add(id(value))
+    seen.places[place] = type(value), tuple(of_value(key, 1, seen) for key in value)
+    for key, item in value.items():
+        seen.places[*place, key] = of_value(item, 1, seen)
+    seen.around.discard(id(value))
+
+
+def _attributes_of(owner: Any, seen: Seen) -> Iterator[tuple[str, object]]:
+    """Return the attributes of an object or class that functions in ``seen`` read, each by a name of its own.
+
+    These are its own, and what its classes have for all, of every class that has it, as ``super()`` finds them too; of
+    a property, its function.
+    """
+    kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    own = {} if isinstance(owner, type) else _attributes_in(owner)
+    whole = any(map(_computes, kinds)) or any(name in seen.names for name in WHOLE)
+    yield from ((f".{name}", value) for name, value in own.items() if whole or name in seen.names)
     if isinstance(owner, types.ModuleType):
-        return attributes
-    for kind in type(owner).__mro__:
-        if not _is_installed(sys.modules.get(kind.__module__)):
-            shared = (name for name in kind.__dict__ if (name in names or name == "__call__") and name not in own)
-            attributes += [(name, value) for name in shared for value in _attribute(kind, name)]
-    return attributes
+        return
+    for number, kind in enumerate(kinds):
+        module = kind.__module__
+        if is_torch(module) or (id(owner) not in seen.owners and _is_installed(sys.modules.get(module))):
+            continue
+        for name, value in kind.__dict__.items():
+            if name in seen.names or _is_implied(name, value, owner):
+                yield f"{number}.{name}", _unwrapped(value)
+
+
+def _is_implied(name: str, value: object, owner: object) -> bool:
+    """Whether Python or torch calls an attribute of a class without that a function names it."""
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return isinstance(value, staticmethod | classmethod)
+    made = isinstance(owner, type) or name not in ("__init__", "__new__", "__post_init__", "__repr__", "__del__")
+    return made and name.startswith("__") and isinstance(value, types.FunctionType)
+
+
+def _unwrapped(value: object) -> object:
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+@functools.lru_cache(maxsize=4096)
+def _computes(kind: type) -> bool:
+    """Whether a class finds values of its objects by keys and names, see ``COMPUTED``."""
+    return any(isinstance(kind.__dict__.get(name), types.FunctionType) for name in COMPUTED)
 
 
 def _is_watched(value: object) -> bool:
-    """Whether attributes of an object may be what a step reads: it has some, and is neither torch's nor a library."""
+    """Whether attributes of an object may be what a step reads: it is neither torch's nor a library, or holds some."""
     if isinstance(value, types.ModuleType):
         return not _is_installed(value)
-    return not is_torch(type(value).__module__) and bool(_attributes_in(value))
+    kind = value if isinstance(value, type) else type(value)
+    if is_torch(kind.__module__) or not _is_installed(sys.modules.get(kind.__module__)):
+        return not is_torch(kind.__module__)
+    return kind is not value and bool(_attributes_in(value))
 
 
 def _is_installed(module: types.ModuleType | None) -> bool:
@@ -400,13 +464,16 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _attributes(code: types.CodeType) -> tuple[str, ...]:
     """Names of the attributes that a function and those inside it read, of whatever object, by ``getattr`` as well."""
-    return tuple(dict.fromkeys((*_read_by(code, ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")), *_words(code))))
+    named = _read_by(code, ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
+    return tuple(dict.fromkeys((*named, *_words(code.co_consts), *WHOLE.intersection(_names(code)))))
 
 
-def _words(code: types.CodeType) -> Iterator[str]:
+def _words(constants: Iterable[object]) -> Iterator[str]:
     """Strings in a function and in those inside it that may be names of attributes."""
-    for part in code.co_consts:
+    for part in constants:
         if isinstance(part, types.CodeType):
+            yield from _words(part.co_consts)
+        elif isinstance(part, tuple | frozenset):
             yield from _words(part)
         elif isinstance(part, str) and part.isidentifier():
             yield part

@@ -3,12 +3,11 @@
     modules      which they are, which submodules each has, their numbers, flags, strings and functions
     attributes   everything else that tracing reads of modules: lists, dicts, configurations, tensors that are neither
                  parameter nor buffer, functions and numbers of a class
-    functions    loss function and methods: numbers, strings, tensors, functions, and lists and dicts of these, which
-                 they name as global variables, have in their closures, as defaults or by functools.partial; and so on
-                 through the functions that they name; of the object that a method belongs to, numbers and strings, and
-                 what the method names of it; an object that is called counts as its method __call__
-    objects      of other objects, and of Python modules, that functions name: the attributes whose names occur in any
-                 of these functions, and so on through the objects among them
+    functions    loss function, hooks, functions that modules hold, methods: what they name as global variables, have in
+                 their closures, as defaults or by functools.partial, and so on through the functions that they name;
+                 an object that is called counts as its method __call__
+    objects      of objects, classes and Python modules that functions name or are methods of: the attributes whose
+                 names occur in any of these functions, and so on through the objects among them
     torch        what is set for all: default dtype and device, kernels of attention, modes
 
 An object's attributes are those in its ``__dict__`` and in its ``__slots__``.
@@ -31,32 +30,36 @@ from roamc.capture.python_keys import (
     ABSENT,
     FUNCTIONS,
     PLAIN,
-    Same,
     Seen,
     is_torch,
+    of_called,
     of_content,
     of_identity,
     of_plain,
-    of_value,
 )
 
 OWN = frozenset(vars(nn.Module())) - {"training"}
 """Names of the attributes that every module has; parameters, buffers, hooks and submodules are looked at elsewhere."""
 
 
-def of_modules(modules: Sequence[nn.Module]) -> tuple[object, ...]:
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of ``nn.Module`` that hold the hooks of its forward and backward, by their numbers."""
+
+
+def of_modules(modules: Sequence[nn.Module], seen: Seen) -> tuple[object, ...]:
     """Return a hashable key of modules: which they are, their submodules, and their plain attributes.
 
-    Plain attributes are numbers, flags, strings and other types of ``PLAIN``, and functions with what they name, see
-    :func:`roamc.capture.python_keys.of_function`. Parameters, buffers, hooks and other attributes are not part of it.
+    Plain attributes are numbers, flags, strings and other types of ``PLAIN``, and functions; what these read is put
+    into ``seen``. Parameters, buffers, hooks and other attributes are not part of it.
 
     Args:
         modules: all modules of the model, as ``model.modules()`` gives them: submodules count by identity alone.
+        seen: what the step's key has met.
 
     Returns:
         One tuple for each module. It holds a weak reference to the module: once one is gone, no later key is equal.
     """
-    return tuple((weakref.ref(module), *_children(module), *_own_values(module)) for module in modules)
+    return tuple((weakref.ref(module), *_children(module), *_own_values(module, seen)) for module in modules)
 
 
 def _children(module: nn.Module) -> Iterator[int]:
@@ -64,16 +67,18 @@ def _children(module: nn.Module) -> Iterator[int]:
     return map(id, module._modules.values())
 
 
-def _own_values(module: nn.Module) -> Iterator[object]:
+def _own_values(module: nn.Module, seen: Seen) -> Iterator[object]:
     for name, value in vars(module).items():
         if name not in OWN and type(value) in PLAIN:
             yield name, of_plain(value)
         elif name not in OWN and type(value) in FUNCTIONS:
-            yield name, of_value(value, 0, Seen())
+            yield name, of_called(value, seen)
 
 
-def of_torch() -> tuple[object, ...]:
+def of_torch(seen: Seen) -> tuple[object, ...]:
     """Return a hashable key of torch's settings that decide which operators are traced.
+
+    What function modes read is put into ``seen``.
 
     These are autocast with its dtypes and cache, the default dtype and device, deterministic algorithms, the kernels of
     attention, and the function modes around the call.
@@ -81,7 +86,8 @@ def of_torch() -> tuple[object, ...]:
     casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     settings = torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()
     cached = torch.is_autocast_cache_enabled()
-    return casts, cached, settings, compat_hooks.kernels_of_attention(), tuple(map(Same, compat_hooks.function_modes()))
+    modes = tuple(of_called(mode.__torch_function__, seen) for mode in compat_hooks.function_modes())
+    return casts, cached, settings, compat_hooks.kernels_of_attention(), modes
 
 
 @dataclass(frozen=True)
@@ -139,11 +145,11 @@ class Reads:
 
         If the attribute is found on a class, the value is noted for that class. No value is noted for an attribute
 
-        - that the trace has set itself, or that every module has;
+        - that the trace has set itself, or that every module has, but for hooks of other modules;
         - that is a property, or comes from a class of torch;
         - that is a plain value or a function and belongs to one of the known modules, see the constructor.
         """
-        if name in OWN or name.startswith("__"):
+        if name.startswith("__") or (name in OWN and (name not in HOOKS or id(module) in self._known)):
             return
         if (id(module), name) not in self._written:
             self._read.add((id(module), name))

@@ -119,7 +119,7 @@ def capture_step(request: StepRequest) -> CapturedStep:
     parameters = dict(request.model.named_parameters())
     buffers = dict(request.model.named_buffers())
     check_devices(request.leaves, list(parameters.values()))
-    check_hooks(parameters)
+    check_hooks(request.model)
     check_placements({**parameters, **buffers})
     trained = _trained(request, parameters)
     mode = compat.CaptureMode({name: parameters[name] for name in trained}, fake_kernel, buffers)

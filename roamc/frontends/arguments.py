@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from roamc import compat_hooks
-from roamc.capture import python_keys
 from roamc.compat_dynamo import original
 from roamc.errors import CaptureError, OptionError
 
@@ -131,19 +130,6 @@ def check_call(
             advice = f"of a method of the model, write lambda model, *batch: model.{name}(*batch)"
         call = _call(name, ("model", *("..." for _ in batch)), named)
         raise CaptureError(f"the loss function is called as {call}, which does not fit: {misfit}; {advice}")
-
-
-def check_iterators(loss_fn: Callable[..., object]) -> None:
-    """Refuse a loss function that names an iterator: every later step would compute with the values of the first.
-
-    Raises:
-        CaptureError: says of which type it is, and what to do.
-    """
-    for iterator in python_keys.iterators_of(loss_fn):
-        raise CaptureError(
-            f"loss_fn names a {type(iterator).__name__}, an iterator, which advances only while the step is traced: "
-            "every later step would compute with the same values; call next() outside, and pass what it returns"
-        )
 
 
 def check_forward(model: nn.Module, batch: Sequence[object], named: Mapping[str, object], origin: str) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from roamc import compat, compat_hooks, exchange, notices
 from roamc.capture import attributes, fully_sharded, python_keys, python_state, replicas
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
-from roamc.capture.hooks import NodeHooks, hooks_key
+from roamc.capture.hooks import NodeHooks, check_iterators, hooks_key
 from roamc.capture.optimizers import rule_for
 from roamc.capture.replicas import check_around, check_whole
 from roamc.capture.shared import check_shared, check_state, shared_key
@@ -32,7 +32,6 @@ from roamc.frontends import optimizer_hooks
 from roamc.frontends.arguments import (
     check_call,
     check_clip,
-    check_iterators,
     check_loss_function,
     check_module,
     check_not_meta,
@@ -85,29 +84,36 @@ def _lock_of(model: nn.Module) -> Lock:
         return _locks.setdefault(model, Lock())
 
 
-_LossKey = tuple[object, float | None, frozenset[tuple[python_keys.Place, object]]]
-"""What is known of the loss function, the clipping, and what the function reads of objects that it names."""
-
-LOSS = 2
-"""Index of what is known of the loss function in ``_Key.asked``."""
-
-
 @dataclass(frozen=True, eq=False)
 class _Key:
     """What a program was captured for: it serves steps for which all of this still holds.
 
     Attributes:
-        asked: all that is known before capture: of batch, loss function, model, optimizer and torch's settings.
+        asked: what is known before capture: of batch, functions, model, optimizer and torch's settings.
+        places: what these functions read, see :class:`roamc.capture.python_keys.Seen`, but for ``left``.
+        left: where the trace has left something, such as a longer list: nothing there counts.
         reads: what tracing has read of modules beside that.
     """
 
     asked: tuple[object, ...]
+    places: dict[python_keys.Place, object]
+    left: frozenset[python_keys.Place]
     reads: python_state.Reads
 
     @property
     def batch(self) -> object:
         """The part of ``asked`` that describes the batch."""
         return self.asked[:2]
+
+    def holds(self, asked: tuple[object, ...], places: dict[python_keys.Place, object]) -> bool:
+        """Whether a step for which ``asked`` and ``places`` are known now is one that the program serves."""
+        return asked == self.asked and _without(places, self.left) == self.places and self.reads.hold()
+
+
+def _without(
+    places: dict[python_keys.Place, object], left: frozenset[python_keys.Place]
+) -> dict[python_keys.Place, object]:
+    return {place: value for place, value in places.items() if place not in left} if left else places
 
 
 class TrainStep:
@@ -140,8 +146,6 @@ class TrainStep:
         self._steps: OrderedDict[_Key, BoundStep] = OrderedDict()
         self._reduced: tuple[str, ...] | None = None
         self._sent: tuple[str, ...] = ()
-        self._watches_inside = True
-        self._written: set[python_keys.Place] = set()
         self._node_hooks = NodeHooks()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -223,7 +227,7 @@ class TrainStep:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_steps"], state["_rule"], state["_node_hooks"], state["_written"]
+        del state["_steps"], state["_rule"], state["_node_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -232,7 +236,6 @@ class TrainStep:
         self._steps = OrderedDict()
         self._reduced = None
         self._sent = ()
-        self._written = set()
         self._node_hooks = NodeHooks()
 
     def _check_surroundings(self) -> None:
@@ -275,48 +278,35 @@ class TrainStep:
 
         def spread(model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
             check_call(self.loss_fn, batch, named)
-            check_iterators(self.loss_fn)
+            check_iterators(self.loss_fn, "loss_fn")
             return self.loss_fn(model, *batch, **named)
 
         return StepRequest(
             self.model, spread, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm, reduced=self._reduced or ()
         )
 
-    def _key(self, leaves: Sequence[Any], nest: Nest) -> tuple[object, ...]:
+    def _key(self, leaves: Sequence[Any], nest: Nest) -> tuple[tuple[object, ...], dict[python_keys.Place, object]]:
+        """Return what is known of a step before capture: ``asked`` and ``places`` of its key, with nothing left out."""
         modules = modules_of(self.model)
         parameters, buffers = parameters_of(modules), buffers_of(modules)
         geometries = tuple(map(geometry, (*parameters, *buffers)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return (
+        seen = python_keys.Seen()
+        asked = (
             nest.key(),
             tuple(map(describe, leaves)),
-            self._loss_key(inside=self._watches_inside),
-            python_state.of_modules(modules),
+            python_keys.of_called(self.loss_fn, seen),
+            self.clip_grad_norm,
+            python_state.of_modules(modules, seen),
             geometries,
             shared_key((*parameters, *buffers), tensors),
             _ties(modules),
-            python_state.of_torch(),
+            python_state.of_torch(seen),
             torch.get_num_threads(),
             optimizer_key(self.optimizer, self._rule, parameters),
-            hooks_key(modules, parameters, self._node_hooks),
+            hooks_key(modules, parameters, self._node_hooks, seen),
         )
-
-    def _loss_key(self, *, inside: bool) -> _LossKey:
-        function, attributes = python_keys.of_function(self.loss_fn, inside=inside)
-        watched = frozenset((place, value) for place, value in attributes.items() if place not in self._written)
-        return function, self.clip_grad_norm, watched
-
-    def _unwritten(self, outside: _LossKey, inside: _LossKey) -> _LossKey:
-        """Return the loss function's key without what tracing has just changed; no later key has it either.
-
-        ``outside`` and ``inside`` are the keys before tracing, without and with the content of lists.
-        """
-        after = self._loss_key(inside=True)
-        if self._watches_inside and after[0] != inside[0]:  # it appends to a list, say
-            self._watches_inside = False
-        self._written |= {place for place, _ in inside[2] ^ after[2]}
-        function, clip, attributes = inside if self._watches_inside else outside
-        return function, clip, frozenset(item for item in attributes if item[0] not in self._written)
+        return asked, python_keys.complete(seen)
 
     def _bound(self, leaves: Sequence[Any], nest: Nest) -> tuple[BoundStep, dict[int, Cohort]]:
         """Return (program, cohorts) for a batch; the program is captured and planned now if none serves it.
@@ -328,20 +318,20 @@ class TrainStep:
         Returns:
             The program, and what its :meth:`roamc.frontends.bound_step.BoundStep.cohorts_now` returns.
         """
-        current = self._key(leaves, nest)
-        alike = (entry for entry in reversed(self._steps) if entry.asked == current and entry.reads.hold())
+        asked, places = self._key(leaves, nest)
+        alike = (entry for entry in reversed(self._steps) if entry.holds(asked, places))
         key = next((entry for entry in alike if self._steps[entry].answers(leaves)), None)
         bound = self._steps[key] if key is not None else None
         cohorts = bound.cohorts_now() if bound is not None else None
         if key is None or bound is None or cohorts is None:
-            outside, inside = self._loss_key(inside=False), self._loss_key(inside=True)
             exchange.begin()
             try:
                 bound, reads = self._build(leaves, nest)
             except Exception as error:
                 exchange.give_up(error)
                 raise
-            fresh = _Key((*current[:LOSS], self._unwritten(outside, inside), *current[LOSS + 1 :]), reads)
+            left = python_keys.changed(places, self._key(leaves, nest)[1])
+            fresh = _Key(asked, _without(places, left), left, reads)
             if key is not None:
                 del self._steps[key]
             key, self._steps[fresh] = fresh, bound
@@ -417,16 +407,13 @@ class TrainStep:
 
     def _warn_of_many(self, before: _Key, latest: _Key) -> None:
         batch = before.batch != latest.batch
+        read = "the model, the optimizer, or what forward, hooks and loss read, such as a number that they count up. "
         notices.warn(
             self.model,
             "max_plans",
             f"{type(self.model).__name__!r} has been trained with more than max_plans={self.options.max_plans} "
             "combinations of sizes and settings; each new one is traced and planned for itself: what changed last is "
-            + (
-                "the batch's sizes or numbers. "
-                if batch
-                else "the model, the optimizer or what tracing reads of them. "
-            )
+            + ("the batch's sizes or numbers. " if batch else read)
             + "Keep it fixed, hand it over as a tensor of the batch, or raise max_plans",
         )
 
