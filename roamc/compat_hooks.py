@@ -63,7 +63,7 @@ def global_module_hooks() -> tuple[dict[int, Callable[..., Any]], ...]:
     )  # fmt: skip
 
 
-def function_modes() -> list[object]:
+def function_modes() -> list[torch.overrides.TorchFunctionMode]:
     """Return the torch function modes around this call, outermost first, without that of the default device."""
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext

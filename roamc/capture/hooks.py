@@ -100,10 +100,10 @@ def check_hooks(model: nn.Module) -> None:
     Raises:
         CaptureError: names the parameter and, where torch tells it, the hook.
     """
-    found: list[Mapping[int, Hook]] = [*compat_hooks.global_module_hooks()]
-    found += [vars(module)[name] for module in model.modules() for name in HOOKS]
-    found += [parameter._backward_hooks or {} for parameter in model.parameters()]
-    for hook in (hook for hooks in found for hook in hooks.values()):
+    registered: list[Mapping[int, Hook]] = [*compat_hooks.global_module_hooks()]
+    registered += [vars(module)[name] for module in model.modules() for name in HOOKS]
+    registered += [parameter._backward_hooks or {} for parameter in model.parameters()]
+    for hook in (hook for hooks in registered for hook in hooks.values()):
         check_iterators(hook, f"hook {name_of(hook)}")
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -180,7 +180,7 @@ def _traced(hook: Hook, name: str, closures: Closures) -> Hook:
         last = _last(compat.graph_so_far())
         try:
             with closures:  # autograd runs hooks without the modes that are around it
-                result = hook(gradient)
+                result: torch.Tensor | None = hook(gradient)
         except RuntimeError as error:  # torch's own for values of fake tensors
             raise CaptureError(
                 f"{who} cannot be traced ({str(error).splitlines()[0]}); a hook of a planned step must not depend on "

@@ -144,8 +144,9 @@ def _is_counted(before: object, after: object) -> bool:
     """Whether two keys differ at most in numbers, strings and the like; None is that of nothing."""
     if before == after or (_is_plain(before) and _is_plain(after)):
         return True
-    alike = isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after)
-    return alike and all(map(_is_counted, before, after))  # type: ignore[arg-type]
+    if not isinstance(before, tuple) or not isinstance(after, tuple):
+        return False
+    return len(before) == len(after) and all(map(_is_counted, before, after))
 
 
 def _is_plain(described: object) -> bool:
@@ -414,8 +415,8 @@ def _is_implied(name: str, value: object, owner: object) -> bool:
     """Whether Python or torch calls an attribute of a class without that a function names it."""
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return isinstance(value, staticmethod | classmethod)
-    made = isinstance(owner, type) or name not in ("__init__", "__new__", "__post_init__", "__repr__", "__del__")
-    return made and name.startswith("__") and isinstance(value, types.FunctionType)
+    called = isinstance(owner, type) or name not in ("__init__", "__new__", "__post_init__", "__repr__", "__del__")
+    return called and name.startswith("__") and isinstance(value, types.FunctionType)
 
 
 def _unwrapped(value: object) -> object:
