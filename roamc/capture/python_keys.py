@@ -96,6 +96,7 @@ class Seen:
         names: attributes that the functions read, of whatever object, in the order in which they came.
         objects: objects, classes and Python modules that the functions name, by identity.
         owners: identities of the objects that are called, or whose methods are.
+        shared: what classes have for their objects, for objects that are alike: looked up once.
         holders: numbers for what has no identity that counts, such as a functools.partial.
     """
 
@@ -108,6 +109,7 @@ class Seen:
         self.objects: dict[int, object] = {}
         self.owners: set[int] = set()
         self.holders = itertools.count()
+        self.shared: dict[object, list[tuple[str, object]]] = {}
 
     def note(self, value: object) -> bool:
         """Return whether functions may read attributes of ``value``; if so, add it to ``objects``.
@@ -402,6 +404,14 @@ def _attributes_of(owner: Any, seen: Seen) -> Iterator[tuple[str, object]]:
     yield from ((f".{name}", value) for name, value in own.items() if whole or name in seen.names)
     if isinstance(owner, types.ModuleType):
         return
+    alike = kinds[0], isinstance(owner, type), id(owner) in seen.owners, len(seen.names)
+    if alike not in seen.shared:
+        seen.shared[alike] = list(_shared_by(owner, kinds, seen))
+    yield from seen.shared[alike]
+
+
+def _shared_by(owner: object, kinds: Iterable[type], seen: Seen) -> Iterator[tuple[str, object]]:
+    """Return the attributes that classes have for an object, or for themselves, and that functions in ``seen`` read."""
     for number, kind in enumerate(kinds):
         module = kind.__module__
         if is_torch(module) or (id(owner) not in seen.owners and _is_installed(sys.modules.get(module))):
