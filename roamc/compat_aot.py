@@ -158,6 +158,29 @@ def _pick_first(node: fx.Node) -> None:
     pick.meta = {**node.meta, "val": node.meta["val"][0]}
 
 
+def overwritten_inputs(forward: fx.Graph) -> frozenset[str]:
+    """Return the names of the inputs that torch writes to, or lays otherwise, when ``forward`` has run.
+
+    AOTAutograd keeps a write out of the graph where autograd has to see it, such as that of an embedding with
+    ``max_norm`` to its weight: the graph returns the new value, which torch copies into the input.
+
+    Args:
+        forward: AOTAutograd's graph of forward.
+    """
+    from torch._functorch._aot_autograd import descriptors
+
+    def whole(described: Any) -> Any:  # a tensor subclass is described by its parts
+        while isinstance(described, descriptors.SubclassGetAttrAOTInput | descriptors.SubclassGetAttrAOTOutput):
+            described = described.base
+        return described
+
+    end = next(node for node in reversed(forward.nodes) if node.op == "output")
+    outputs = [whole(described) for described in end.meta.get("desc") or ()]
+    written = [out.mutated_input for out in outputs if isinstance(out, descriptors.InputMutationAOTOutput)]
+    entries = [node for node in forward.nodes if node.op == "placeholder"]
+    return frozenset(node.name for node in entries if whole(node.meta.get("desc")) in written)
+
+
 def aot_backend(
     *,
     forward: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],

@@ -99,10 +99,14 @@ def stitch(
         CaptureError: an operator of the graph cannot be planned; the caller falls back.
         VerifyError: what capture has rewritten in the graph would change a value.
     """
+    overwritten = compat_aot.overwritten_inputs(forward.graph)
     forward, backward = without_tokens(forward), without_tokens(backward)
     _check_meta(forward.graph, name)
     builder = _Stitcher(mode_of(forward.graph))
-    inputs = [Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(forward.graph))]
+    inputs = [
+        Port(node.name, role_of(i, static), overwritten=node.name in overwritten)
+        for i, node in enumerate(placeholders(forward.graph))
+    ]
     builder.copy(forward.graph, Phase.FORWARD)
     first = [builder.mapped(node) for node in output_values(forward.graph)[:num_outputs]]
     saved = [builder.env[node.name] for node in output_values(forward.graph)[num_outputs:] if isinstance(node, fx.Node)]

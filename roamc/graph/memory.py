@@ -66,6 +66,7 @@ class Storage:
         device: the device that it is on, such as "cpu" or "cuda:0".
         gradient: whether it is the gradient of a parameter, which eager keeps until the optimizer has run.
         space: the memory that it lies in.
+        overwritten: whether the caller writes to it when forward has run, see :class:`roamc.graph.Port`.
     """
 
     index: int
@@ -76,6 +77,7 @@ class Storage:
     device: str = "cpu"
     gradient: bool = False
     space: Space = Space.DEVICE
+    overwritten: bool = False
 
 
 @dataclass(frozen=True)
@@ -288,13 +290,15 @@ class _Builder:
         self.maker: dict[fx.Node, int] = {}
         self.handed: set[StorageId] = set()
         self.gradients: set[StorageId] = set()
+        self.overwritten: set[StorageId] = set()
 
     def build(self) -> MemoryModel:
         self.handed = self.shared.of_all(output_values(self.graph.graph))
         by_name = {node.name: node for node in self.graph.graph.nodes}
         self.gradients = self.shared.of_all(by_name.get(name) for name in self.graph.gradients)
-        fed = zip(placeholders(self.graph.graph), self.graph.inputs, strict=True)
+        fed = list(zip(placeholders(self.graph.graph), self.graph.inputs, strict=True))
         tangents = {node for node, port in fed if port.role is Role.TANGENT}
+        self.overwritten = self.shared.of_all(node for node, port in fed if port.overwritten)
         for node in self.graph.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 for position, tensor, storage in placed(node):
@@ -314,8 +318,8 @@ class _Builder:
             name = storage_name(node, position)
             device, space = str(tensor.device), ops.rule(node.target).space if producer >= 0 else Space.DEVICE
             index = self.seen[key] = len(self.storages)
-            gradient = key in self.gradients
-            self.storages.append(Storage(index, name, key.nbytes, place, producer, device, gradient, space))
+            facts = key in self.gradients, space, key in self.overwritten
+            self.storages.append(Storage(index, name, key.nbytes, place, producer, device, *facts))
         self.owner[node.name, position] = self.seen[key]
         return self.seen[key] if new else None
 

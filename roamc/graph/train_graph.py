@@ -68,11 +68,14 @@ class Port:
         name: the user's name for it where there is one (``"wte.weight"``), else the node's.
         role: what it is.
         phase: the part of the step that it enters in (inputs) or leaves in (outputs).
+        overwritten: of an input, whether the caller writes to it when forward has run, which no operator shows: what
+            backward reads of it is not what forward read.
     """
 
     name: str
     role: Role
     phase: Phase = Phase.FORWARD
+    overwritten: bool = False
 
 
 @dataclass(frozen=True)

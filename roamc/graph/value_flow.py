@@ -57,8 +57,9 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
             be made with these arguments.
     """
     walk = walk_of(numbers, graph.encodings, graph.reuse, graph.same_plan)
-    fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
+    fed = list(zip(placeholders(graph.graph), graph.inputs, strict=True))
     callers = {node: port.name for node, port in fed}
+    overwritten = [node for node, port in fed if port.overwritten]
     handed_in = [node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
     returned = list(zip(output_values(graph.graph), graph.outputs, strict=True))
     finals: dict[str, Number] = {}
@@ -71,7 +72,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
                 crossed = True
                 early = [(value, port) for value, port in returned if port.phase is Phase.FORWARD]
                 finals |= walk.results(early, "forward")
-                walk.hand_over(handed_in)
+                walk.hand_over(handed_in, overwritten)
             try:
                 odd = walk.call(node)
             except RuntimeError as error:  # an operator on fake tensors, such as one that makes a view

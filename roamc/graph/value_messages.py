@@ -67,6 +67,7 @@ WORDS = {
     "elements": "what lies in a tensor",
     "padded": "the result of {} with rows further apart",
     "handed": "what another forward may have written since",
+    "overwritten": "what the caller has written since",
     "after": "a generator that {} has drawn from",
     "saved": "the generator's state that {} keeps",
     "generator": "a generator that has drawn nothing",
@@ -96,7 +97,8 @@ def _is_same_call(numbers: Numbers, old: Number, new: Number) -> bool:
 
 
 NUMBERED = {
-    **dict.fromkeys(("part", "written", "handed", "after", "saved", "scattered", "elements", "padded", "copied"), (1,)),
+    **dict.fromkeys(("part", "written", "handed", "overwritten", "after", "saved"), (1,)),
+    **dict.fromkeys(("scattered", "elements", "padded", "copied"), (1,)),
     "call": (4,),
     "filled": (2,),
     "patched": (1, 3),

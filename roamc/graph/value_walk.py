@@ -139,14 +139,19 @@ class Walk:
             if node is not None
         }
 
-    def hand_over(self, nodes: Iterable[fx.Node]) -> None:
-        """End forward: what this graph has written to tensors of ``nodes`` gets an unknown value.
+    def hand_over(self, nodes: Iterable[fx.Node], overwritten: Iterable[fx.Node]) -> None:
+        """End forward: tensors of the caller that are written before backward begins get unknown values.
 
-        ``nodes`` are inputs and constants of the graph. Before backward begins, another forward may write to them too.
+        Args:
+            nodes: inputs and constants of the graph. What this graph has written, another forward may write too.
+            overwritten: inputs that the caller writes when forward has run.
         """
+        late = {self._memory(place) for node in overwritten for place in self.numbers.places(node)}
+        changed = late | self._written
         for place in (place for node in nodes for place in self.numbers.places(node)):
-            if self._memory(place) in self._written:
-                self._content[self._memory(place)] = self.numbers.of("handed", self._content[self._memory(place)])
+            if (memory := self._memory(place)) in changed:
+                kind = "overwritten" if memory in late else "handed"
+                self._content[memory] = self.numbers.of(kind, self._content[memory])
 
     def left(self, node: fx.Node, name: str) -> dict[str, Number]:
         """Return the final values of those tensors of an input or constant ``node`` that the graph has written.

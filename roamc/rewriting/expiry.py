@@ -49,8 +49,9 @@ def expiries(
         nodes: name of each operator to its node.
         names: names of all operators of ``memory``; "" stands for a step that is no operator of the graph.
         sequence: a permutation of the indices of ``names``: the order in which they run.
-        boundary: whether forward and backward run apart. If so, an operator of forward that reads an input of the graph
-            which the graph also writes must not run again in backward: another forward may have written the input.
+        boundary: whether forward and backward run apart. If so, an operator of forward that reads an input which the
+            graph writes, or the caller when forward has run, must not run again in backward: after the boundary, the
+            caller or another forward has written the input.
 
     Returns:
         One step for each of ``names``, in steps of ``sequence``: a rerun is allowed in front of any earlier step.
@@ -61,10 +62,11 @@ def expiries(
     for op in memory.operators:
         for storage in op.writes:
             writes.setdefault(storage, []).append(steps[op.node.name])
-    handed = {s.index for s in memory.storages if s.place is Place.INPUT and s.index in writes} if boundary else set()
+    inputs = [storage for storage in memory.storages if storage.place is Place.INPUT] if boundary else []
+    handed = {storage.index for storage in inputs if storage.overwritten or storage.index in writes}
     limits = []
     for name in names:
-        read = reads_again(memory, nodes[name]) if name and writes else ()
+        read = reads_again(memory, nodes[name]) if name and (writes or handed) else ()
         later = [step for storage in read for step in writes.get(storage, ()) if step > steps[name]]
         last = min(later, default=len(names) - 1) + 1
         forward = bool(handed.intersection(read)) and steps[name] < memory.boundary

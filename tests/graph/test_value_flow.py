@@ -151,6 +151,23 @@ def test_rerun_in_backward_of_a_read_of_what_forward_has_written() -> None:
             check(after, before, "retain")
 
 
+def test_rerun_in_backward_of_a_read_of_what_the_caller_overwrites() -> None:
+    def function(x: Tensor, scale: Tensor) -> Tensor:
+        kept = x * scale
+        return kept.sin() + kept.cos()
+
+    for overwritten in (True, False):
+        inputs = (Port("x", Role.INPUT), Port("scale", Role.PARAMETER, overwritten=overwritten))
+        late = (Port("output[0]", Role.OUTPUT, Phase.BACKWARD),)
+        graph = traced(function, X, torch.ones(8), phases="FFBB", boundary=True, inputs=inputs, outputs=late)
+        before = values(graph)
+        after = rerun(graph, [Rerun("mul_1", "mul", "backward", (("mul", ("cos",)),))])
+        if overwritten:
+            refused(after, before, "cos through mul_1", "what the caller has written since and not scale_1")
+        else:
+            check(after, before, "retain")
+
+
 def reduced_twice() -> TrainGraph:
     """Two collectives; backward reads the result of the first."""
     all_reduce = torch.ops.roamc_collective.all_reduce.default

@@ -12,6 +12,7 @@ import itertools
 import linecache
 import random
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +66,17 @@ WRITES = (
     *("{v}.index_add_(0, torch.tensor([1, 1]), {o}[:2] * 0.5)", "{v}[:, 1:][::2].add_({c})"),
     *("{v}.scatter_(0, torch.zeros({ones}, dtype=torch.long), 0.1)", "{v}.index_fill_(0, torch.tensor([1]), {c})"),
 )
+PARAMETERS = (
+    *("torch.sin({v} + self.e(torch.arange({rows})))", "torch.cos({v} * self.e(torch.arange({rows}).flip(0) // 2))"),
+    *("torch.sin({v} + self.u)\nself.u.detach().mul_(0.9)", "torch.cos({v} - self.w)\nself.w.detach().add_(0.1)"),
+    "torch.tanh({v} + self.w).exp()\nself.w.detach()[1:].fill_(0.2)",
+)
+"""Parameters are read, then written by a name of which autograd knows: AOTAutograd writes these when forward has run."""
 CONSTANTS = (0.0, 0.5, -1.5, 2.0)
 
 
 class Tensors(nn.Module):
-    """What the lines work with: two layers, two parameters and three buffers."""
+    """What the lines work with: two layers, two parameters, three buffers, and an embedding that bounds its norms."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -78,6 +85,7 @@ class Tensors(nn.Module):
         self.register_buffer("b0", torch.randn(rows, columns))
         self.register_buffer("b1", torch.zeros(rows, columns))
         self.register_buffer("b2", torch.randn(columns))
+        self.e = nn.Embedding(rows, columns, max_norm=0.9)
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,7 @@ class _Draft:
         self.values: dict[str, Tensor] = {}
         self.numbers = itertools.count(1)
         self.writes_input = self.draw.random() < 0.3
+        self.spots = random.Random(f"parameters {seed}")  # of its own: the other models stay as they are
 
     def source(self, name: str) -> Source:
         """Some lines, and what is returned of their tensors."""
@@ -122,7 +131,10 @@ class _Draft:
                 self._kept(f"{buffer} = self.{buffer}")
         self._kept("h0 = self.l0(x)")
         kinds = self.draw.choices((self._value, self._layer, self._view, self._write), (15, 8, 25, 60), k=MOST_LINES)
-        for kind in kinds[self.draw.randrange(MOST_LINES - FEWEST_LINES + 1) :]:
+        kinds = kinds[self.draw.randrange(MOST_LINES - FEWEST_LINES + 1) :]
+        for _ in range(3 if self.spots.random() < 0.25 else 0):
+            kinds.insert(self.spots.randrange(len(kinds) + 1), self._parameter)
+        for kind in kinds:
             any(self._kept(kind()) for _ in range(TRIES))
         body = "\n".join([*self.lines, self._return()])
         text = "def forward(self, x):\n" + "".join(f"    {line}\n" for line in body.splitlines())
@@ -140,9 +152,12 @@ class _Draft:
     def _value(self) -> str:
         return f"h{next(self.numbers)} = {self._filled(self.draw.choice(VALUES), self._name())}"
 
-    def _layer(self) -> str:
+    def _layer(self, lines: Sequence[str] = LAYERS) -> str:
         whole = [name for name, value in self.values.items() if value.shape == (self.rows, self.columns)]
-        return f"h{next(self.numbers)} = {self._filled(self.draw.choice(LAYERS), self.draw.choice(whole))}"
+        return f"h{next(self.numbers)} = {self._filled(self.draw.choice(lines), self.draw.choice(whole))}"
+
+    def _parameter(self) -> str:
+        return self._layer(PARAMETERS)
 
     def _view(self) -> str:
         if self.draw.random() < 0.2:
@@ -179,6 +194,7 @@ class _Draft:
             i=self.draw.randrange(first),
             j=self.draw.randrange(second),
             half=max(first // 2, 1),
+            rows=self.rows,
             ones=", ".join(["1", *map(str, value.shape[1:])]),
         )
 
