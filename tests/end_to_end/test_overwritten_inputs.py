@@ -1,4 +1,4 @@
-"""Inputs that AOTAutograd overwrites when forward has run: under a budget backward never reads them for forward's value.
+"""Inputs that AOTAutograd overwrites when forward has run are not read again for what they were, whatever the budget.
 
 Writes that autograd has to see stay out of the graph: it returns the new value, which torch copies into the input.
 """

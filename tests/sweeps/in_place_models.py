@@ -71,7 +71,7 @@ PARAMETERS = (
     *("torch.sin({v} + self.u)\nself.u.detach().mul_(0.9)", "torch.cos({v} - self.w)\nself.w.detach().add_(0.1)"),
     "torch.tanh({v} + self.w).exp()\nself.w.detach()[1:].fill_(0.2)",
 )
-"""Parameters are read, then written by a name of which autograd knows: AOTAutograd writes these when forward has run."""
+"""Parameters are read, then written by another name that autograd sees: AOTAutograd writes them after forward."""
 CONSTANTS = (0.0, 0.5, -1.5, 2.0)
 
 

@@ -84,7 +84,8 @@ def test_numbers_give_all_kinds_of_writes() -> None:
     texts = [in_place_models.source(seed).text for seed in range(50)]
     kinds = (r"no_grad", r"\.detach\(\)", r" [-+*]= ", r"\] = ", r"\.chunk\(", r"\bb0\.", r"\bx\.", r"inplace=True")
     returns = (r"return h\d,", r"mean\(\) \+", r"return .*, (b\d|x)$")
-    for kind in (*kinds, *returns, r"index_put_", r"copy_", r"addcmul_", r"\.diagonal\(\)"):
+    after_forward = (r"self\.e\(", r"self\.[uw]\.detach\(\)")
+    for kind in (*kinds, *returns, *after_forward, r"index_put_", r"copy_", r"addcmul_", r"\.diagonal\(\)"):
         assert any(re.search(kind, text, re.MULTILINE) for text in texts), kind
 
 
