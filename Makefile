@@ -59,6 +59,7 @@ sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, ran
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_peaks --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_transformers --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_plans
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.torch_road --workers $(WORKERS)
 
 lint: $(VENV)/.ready build/types ## ruff, mypy --strict, and the rules on imports and lengths
 	$(BIN)/ruff check .

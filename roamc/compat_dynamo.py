@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import OptimizedModule, config, convert_frame, eval_frame, external_utils, trace_rules
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import SkipFrame, TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 
@@ -117,6 +117,18 @@ def eager_is_asked_for() -> bool:
     This is so in the stances "force_eager", "eager_on_recompile" and "eager_then_compile".
     """
     return eval_frame._stance.stance in ("force_eager", "eager_on_recompile", "eager_then_compile")
+
+
+def traced_code() -> tuple[CodeType, ...]:
+    """Return the code of each function whose lines are in the graph that dynamo has made now, once for each call."""
+    from torch._guards import TracingContext
+
+    return tuple(TracingContext.get_traced_code() or ())
+
+
+def left_to_eager(why: str) -> DynamoError:
+    """Return the error by which a backend tells dynamo to run the function that it compiles now in eager."""
+    return SkipFrame(why)
 
 
 def graph_break(gm: fx.GraphModule) -> str | None:

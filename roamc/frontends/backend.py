@@ -15,15 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from roamc import compat_aot, compat_dynamo, exchange, notices
 from roamc.budget import is_share
-from roamc.capture import joint, recurrent
+from roamc.capture import joint, recurrent, torch_faults
 from roamc.capture.shared import shared_by
+from roamc.capture.torch_faults import Fault
 from roamc.codegen.partition import partitioned
 from roamc.errors import BudgetError, CaptureError, OptionError, RoamcError
 from roamc.frontends.dynamic_shapes import BySize, has_open_sizes
@@ -103,6 +104,7 @@ class Record:
         programs: the last programs, oldest first; a :class:`Pair` runs forward and backward, a :class:`Whole` runs
             inference.
         fallbacks: one line for each time that planning or a program failed and something else ran in its place.
+        in_eager: whether roamc has left a function of the object to eager.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -111,6 +113,7 @@ class Record:
         self._lock = Lock()
         self.programs: list[Pair | Whole] = []
         self.fallbacks: list[str] = []
+        self.in_eager = False
 
     def add(self, program: Pair | Whole) -> None:
         """Append ``program`` to ``programs``. Beyond REMEMBERED the oldest is taken off; its owner can still run it."""
@@ -183,6 +186,9 @@ def compile_graph(
         advice = "pad it, by torch.nested.to_padded_tensor, and pass a mask"
         job.fall_back(CaptureError(f"the graph has a nested (jagged) tensor; {advice}"), "eager PyTorch")
         return gm.forward
+    fault = torch_faults.fault_of(gm, example_inputs, compat_dynamo.traced_code())
+    if fault is not None:
+        job.leave_to_eager(fault, caller)
     if not has_open_sizes(example_inputs):
         return _Unit(job).compile(gm, example_inputs)
     if notices.is_new(about, "sizes"):
@@ -257,6 +263,22 @@ class _Job:
                 "that torch.compile compiles, and they may take more together: it runs the function in eager, for "
                 "which TORCH_LOGS=graph_breaks has the reason. roamc.train_step may take the model as it is",
             )
+
+    def leave_to_eager(self, fault: Fault, caller: CodeType | None) -> NoReturn:
+        """Warn that torch.compile computes the graph wrongly, and have its function run in eager; raise it if strict.
+
+        Dynamo then compiles what the function calls. Where that has the fault, one warning has been enough.
+
+        Args:
+            fault: of the graph.
+            caller: the function that calls it, if that runs in eager.
+        """
+        known = caller is not None and not notices.is_new(caller, fault.name)
+        notices.is_new(compat_dynamo.compiled_code(), fault.name)
+        if not known:
+            self.fall_back(CaptureError(fault.said), "eager PyTorch")
+        self.record.in_eager = True
+        raise compat_dynamo.left_to_eager(fault.said)
 
     def excused(self, plan: Plan) -> bool:
         """Whether a piece is too small for its share of eager's memory to matter, see :class:`Small`.
@@ -410,7 +432,7 @@ class _Unit:
     def forward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
         """Return the program's forward half; an interpreter of ``gm`` if there is no program."""
         compat_aot.donate_nothing()
-        return boxed(self.pair.forward) if self.pair is not None else interpreter(gm)
+        return compat_aot.unwatched(gm, boxed(self.pair.forward) if self.pair is not None else interpreter(gm))
 
     def backward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
         """Return the program's backward half; an interpreter of ``gm`` if there is no program."""
@@ -420,7 +442,7 @@ class _Unit:
         """Plan a graph without backward; return its program, or an interpreter of ``gm`` if that fails."""
         static = compat_aot.static_inputs()
         whole = self._guarded(lambda: self._plan_whole(lambda: joint.inference(gm, static, self.name)))
-        return boxed(whole) if whole is not None else interpreter(gm)
+        return compat_aot.unwatched(gm, boxed(whole) if whole is not None else interpreter(gm))
 
     def _plan_pair(
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]

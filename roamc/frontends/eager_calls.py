@@ -27,7 +27,8 @@ def checked(
 
     Args:
         model: the module.
-        record: the module's record; a call in which ``record.calls`` does not rise has run in eager.
+        record: the module's record; a call in which ``record.calls`` does not rise has run in eager. If roamc has asked
+            for that, by ``record.in_eager``, it has warned already.
         options: what the user set.
         compiled: the module's call as torch.compile has made it; gets the same arguments.
 
@@ -40,7 +41,7 @@ def checked(
             return compiled(*args, **kwargs)
         before = record.calls.count
         result = compiled(*args, **kwargs)
-        if record.calls.count == before:
+        if record.calls.count == before and not record.in_eager:
             _check(model(), record, options, (args, kwargs), result)
         return result
 

@@ -1,0 +1,99 @@
+"""What torch.compile computes wrongly with any backend, so that roamc leaves it to eager PyTorch: one table.
+
+``tests/sweeps/torch_road.py`` runs torch's database of operators through AOTAutograd to look for more. A test of each
+row fails with the first torch that has mended it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table.
+
+    Attributes:
+        name: of the row.
+        operators: names of functions that dynamo puts into a graph, one of which a graph with this fault calls.
+        holds: whether a graph that calls one has the fault. Takes the names that the graph calls, its example inputs,
+            and the code of each function whose lines are in it, once for each call.
+        wrong: what torch.compile does.
+        instead: what the user can do.
+        report: where torch has been told.
+    """
+
+    name: str
+    operators: frozenset[str]
+    holds: Callable[[frozenset[str], Sequence[Any], Sequence[CodeType]], bool]
+    wrong: str
+    instead: str
+    report: str
+
+    @property
+    def said(self) -> str:
+        """One sentence for the user."""
+        return f"torch.compile {self.wrong} ({self.report}): {self.instead}"
+
+
+def fault_of(gm: fx.GraphModule, inputs: Sequence[Any], traced: Sequence[CodeType]) -> Fault | None:
+    """Return the first row of the table that a graph has; None if it has none.
+
+    Args:
+        gm: the graph as dynamo captured it.
+        inputs: its example inputs.
+        traced: the code of each function whose lines are in it, once for each call.
+    """
+    called = frozenset(getattr(node.target, "__name__", "") for node in gm.graph.nodes if node.op == "call_function")
+    rows = (row for row in FAULTS if not row.operators.isdisjoint(called))
+    return next((row for row in rows if row.holds(called, inputs, traced)), None)
+
+
+def _loses_a_backward(called: frozenset[str], inputs: Sequence[Any], traced: Sequence[CodeType]) -> bool:
+    """Whether a custom function's forward is in the graph more often than its backward, and a gradient is asked for.
+
+    Dynamo traces both where it takes the function as it is. Else its forward's operators are all that is left.
+    """
+    asked = called & DIFFERENTIATE or any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
+    if not asked:
+        return False
+    times = Counter(traced)
+    kinds = list(_below(torch.autograd.Function))
+    return sum(times[code] for code in _codes(kinds, "forward")) > sum(
+        times[code] for code in _codes(kinds, "backward")
+    )
+
+
+def _below(kind: type) -> Iterable[type]:
+    """All classes derived from ``kind``."""
+    for derived in kind.__subclasses__():
+        yield derived
+        yield from _below(derived)
+
+
+def _codes(kinds: Iterable[type], name: str) -> set[CodeType]:
+    """The code of the methods with this name."""
+    codes = (getattr(getattr(kind, name, None), "__code__", None) for kind in kinds)
+    return {code for code in codes if code is not None}
+
+
+DIFFERENTIATE = frozenset({"_grad_increment_nesting", "_jvp_increment_nesting"})
+"""What ``torch.func.grad``, ``vjp``, ``jacrev``, ``jvp`` and ``jacfwd`` begin with in a graph."""
+
+FAULTS = (
+    Fault(
+        "custom function in a transform",
+        DIFFERENTIATE | {"_vmap_increment_nesting"},
+        _loses_a_backward,
+        "drops the backward of a custom autograd.Function that is called inside a transform such as torch.func.grad",
+        "use roamc.train_step, or call the function outside the transform",
+        "pytorch/pytorch#193279",
+    ),
+)
