@@ -266,10 +266,10 @@ def _has_custom(node: fx.Node) -> bool:
 
 def _forgets_flags(node: fx.Node) -> bool:
     """Whether a dispatch mode changes what a node computes; ``tests/sweeps/torch_road.py`` looks for such operators."""
-    made = node.target._schema.name if isinstance(node.target, OpOverload) else ""
+    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
     inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
     complex_input = any(isinstance(value, torch.Tensor) and value.is_complex() for value in inputs)
-    return complex_input and made in ("aten::linalg_pinv", "aten::linalg_polar", "aten::linalg_matrix_sqrth")
+    return complex_input and name in ("aten::linalg_pinv", "aten::linalg_polar", "aten::linalg_matrix_sqrth")
 
 
 def static_inputs() -> tuple[int, ...]:

@@ -273,9 +273,9 @@ class _Job:
             fault: of the graph.
             caller: the function that calls it, if that runs in eager.
         """
-        known = caller is not None and not notices.is_new(caller, fault.name)
+        has_warned = caller is not None and not notices.is_new(caller, fault.name)
         notices.is_new(compat_dynamo.compiled_code(), fault.name)
-        if not known:
+        if not has_warned:
             self.fall_back(CaptureError(fault.said), "eager PyTorch")
         self.record.in_eager = True
         raise compat_dynamo.left_to_eager(fault.said)

@@ -5,16 +5,17 @@ Each test of a fault of torch's compares torch as well: where that is right, tor
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _python_dispatch as modes
 
 import roamc
+from roamc import compat_aot
 from roamc.capture.torch_faults import FAULTS
 from tests.end_to_end.helpers import noise, optimized, warnings_of_roamc
 
@@ -159,16 +160,12 @@ def test_pinv_of_a_complex_matrix_is_eagers_in_the_first_call(custom: bool, trai
         torch.testing.assert_close(by["aot_eager"], result(loss))
 
 
-def test_custom_operators_are_still_checked_in_the_first_call() -> None:
-    torch._dynamo.reset()
+@pytest.mark.parametrize("custom", [False, True])
+def test_a_graph_with_custom_operators_stays_in_the_mode_that_checks_them(custom: bool) -> None:
+    from torch._functorch._aot_autograd import runtime_wrappers  # dynamo, which roamc imports, must be there before
 
-    @torch.library.custom_op("roamc_tests::same", mutates_args=())
-    def same(x: Tensor) -> Tensor:
-        return x
-
-    same.register_fake(torch.empty_like)
-    compiled = torch.compile(lambda x: same(x) + 1, backend="roamc", dynamic=False)
-    with warnings.catch_warnings(record=True) as caught, contextlib.suppress(RuntimeError):
-        warnings.simplefilter("always")
-        compiled(torch.ones(4))
-        assert any("alias" in str(one.message) for one in caught), "torch's check has not run"
+    gm = make_fx(doubled if custom else torch.sin)(torch.ones(4))
+    run = compat_aot.unwatched(gm, lambda _: modes._get_current_dispatch_mode())
+    with runtime_wrappers._AnalyzeCustomOpInputOutputMode():
+        assert (run([]) is not None) == custom
+    assert run([]) is None

@@ -149,13 +149,13 @@ def answer(case: Case, way: Callable[[Callable[..., Any]], Callable[..., Any]], 
         args, kwargs = pytree.tree_unflatten(values, spec)
         return tensors_in(case.model(*args, **kwargs))
 
-    given = [leaves[at] for at in where]
+    tensors_in_call = [leaves[at] for at in where]
     torch.manual_seed(SEED)
-    outputs = way(call)(*given)
+    outputs = way(call)(*tensors_in_call)
     wanted = [output for output in outputs if output.requires_grad]
     if not directions:
         directions.extend(torch.randn_like(output.detach()) for output in wanted)
-    sources = [tensor for tensor in given if tensor.requires_grad]
+    sources = [tensor for tensor in tensors_in_call if tensor.requires_grad]
     torch.manual_seed(SEED)
     gradients = torch.autograd.grad(wanted, sources, directions, allow_unused=True) if wanted and sources else []
     return Answer([output.detach() for output in outputs], list(gradients))
@@ -252,8 +252,8 @@ def work(job: tuple[Entry, int | None], first: int) -> Iterator[pool.Row]:
         return
     for sample in spread(len(entry_cases), samples)[first:]:
         verdict = judge(entry_cases[sample])
-        known = verdict.outcome not in ("same", "left out") and not unexplained(entry, verdict.outcome)
-        outcome = "known" if known else verdict.outcome
+        is_explained = verdict.outcome not in ("same", "left out") and not unexplained(entry, verdict.outcome)
+        outcome = "known" if is_explained else verdict.outcome
         yield {"outcome": outcome, "sample": sample, "text": f"{verdict.outcome}: {verdict.text}"}
 
 
