@@ -208,14 +208,14 @@ def _off(ours: Tensor, theirs: Tensor) -> float:
     return float(gap / theirs.abs().max().clamp(min=1e-8)) if gap > 0 else 0.0
 
 
-def slope(case: Case, found: Answer, directions: list[Tensor]) -> str:
+def slope(case: Case, wanted: Answer, directions: list[Tensor]) -> str:
     """Compare the slope along one random direction with that of the gradients; empty if they agree."""
     sources = [t for t in tensors_in((case.args, case.kwargs)) if t.requires_grad]
     if not directions or not sources:
         return ""
     torch.manual_seed(SEED + 1)
     along = [torch.randn_like(tensor.detach()) for tensor in sources]
-    pairs = [(g, d) for g, d in zip(found.gradients, along, strict=True) if g is not None]
+    pairs = [(g, d) for g, d in zip(wanted.gradients, along, strict=True) if g is not None]
     expected = sum(float((g.conj() * d).sum().real) for g, d in pairs)
     scale = sum(float((g.abs() * d.abs()).sum()) for g, d in pairs)
     ends = [_weighted(case, along, sign * STEP, directions) for sign in (1, -1)]
