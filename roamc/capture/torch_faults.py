@@ -73,7 +73,8 @@ def _loses_a_backward(called: frozenset[str], inputs: Sequence[Any], traced: Seq
 
 def _below(kind: type) -> Iterable[type]:
     """All classes derived from ``kind``."""
-    for derived in kind.__subclasses__():
+    derived_kinds: list[type] = kind.__subclasses__()
+    for derived in derived_kinds:
         yield derived
         yield from _below(derived)
 
