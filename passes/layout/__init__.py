@@ -75,7 +75,7 @@ class Decision:
         trimmed_bytes: bytes of the arena that are trimmed and then used again in one run.
         status: ``"optimal"`` if the arena has the size of its lower bound, else ``"gap"`` or ``"limit"``.
         algorithm: name of the algorithm that found the offsets.
-        waiting_bytes: bytes that the other micro-batches in flight have saved, in a pipeline; else 0.
+        waiting_bytes: bytes that the others in flight hold, micro-batches of a pipeline or calls; else 0.
     """
 
     arena_bytes: Bytes

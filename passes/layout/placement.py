@@ -48,10 +48,10 @@ class Table:
         foreign: the caller's storages: outputs and tangents.
         saved: temporaries made in forward and read in backward, in a graph with a boundary; else none.
         allocated: temporaries made by an operator without an ``out=`` form.
-        elsewhere: temporaries that cannot lie in the arena: on another device, or still being written when their
-            operator, which has no ``out=`` form, has returned.
+        elsewhere: temporaries that cannot lie in the arena: on another device, still being written when their operator,
+            which has no ``out=`` form, has returned, or saved by one of several calls that share the arena.
         workspace: int64[n], estimated bytes that each operator takes for itself.
-        waiting: bytes that other micro-batches in flight have saved.
+        waiting: bytes that others in flight, micro-batches or calls, hold.
         eager: what eager holds at every moment; None if that is no limit.
         effort: how many placements to try, and the prices by which they are compared.
     """
@@ -121,6 +121,8 @@ def make_table(
     starts = {started_by(op.node) for op in memory.operators}
     late = makers.intersection(i for op in memory.operators if op.node in starts for i in op.births)
     waiting = {storage.index for storage in memory.saved} if boundary else set()
+    # Each call that waits would hold a whole arena for what is saved there: without it they share one.
+    apart = late | waiting if graph.calls else late
     temporary = _mask(s.place is Place.TEMPORARY for s in memory.counted)
     workspace = workspaces(memory.operators, graph.threads)
     return Table(
@@ -134,7 +136,7 @@ def make_table(
         foreign=~temporary,
         saved=_mask(s.index in waiting for s in memory.counted) & temporary,
         allocated=_mask(s.index in makers for s in memory.counted) & temporary,
-        elsewhere=_mask(s.device != device or s.index in late for s in memory.counted) & temporary,
+        elsewhere=_mask(s.device != device or s.index in apart for s in memory.counted) & temporary,
         workspace=workspace,
         waiting=waiting_bytes(graph, memory),
         eager=moments(memory, workspace, floor, idle=idle) if floor else None,

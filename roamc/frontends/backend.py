@@ -28,6 +28,7 @@ from roamc.capture.torch_faults import Fault
 from roamc.codegen.partition import partitioned
 from roamc.errors import BudgetError, CaptureError, OptionError, RoamcError
 from roamc.frontends.dynamic_shapes import BySize, has_open_sizes
+from roamc.frontends.planned_again import PlannedAgain
 from roamc.graph import TrainGraph
 from roamc.graph.memory import WROTE_OVER
 from roamc.interruptions import interruption
@@ -39,6 +40,7 @@ from roamc.planning.plan import Plan
 from roamc.planning.planned import RAISE, Planned
 from roamc.planning.search import options_of
 from roamc.runtime.fallback import Boxed, interpreter
+from roamc.runtime.open_calls import Held, OpenCalls
 from roamc.runtime.program import OnFailure, Pair, Whole
 from roamc.units import Bytes, format_bytes
 
@@ -146,6 +148,9 @@ class Small:
 
 SMALL = Small()
 
+_HELD: weakref.WeakKeyDictionary[object, Held] = weakref.WeakKeyDictionary()
+"""What open calls hold, by the model or function whose pieces they run."""
+
 _LARGEST: weakref.WeakKeyDictionary[object, Bytes] = weakref.WeakKeyDictionary()
 """Bytes that eager takes for the largest piece so far, by the model or function whose pieces they are."""
 
@@ -178,7 +183,8 @@ def compile_graph(
     about = record if record.name else compat_dynamo.compiled_module() or compat_dynamo.compiled_code() or record
     split, caller = compat_dynamo.graph_break(gm), compat_dynamo.eager_caller()
     piece = split is not None or compat_dynamo.beside_a_break() or caller is not None
-    job = _Job(_name(gm, record), options, record, about, split, piece)
+    owner = record if record.name else caller or about
+    job = _Job(_name(gm, record), options, record, about, split, piece, _HELD.setdefault(owner, Held()))
     job.check_split()
     if caller is not None:
         job.check_caller(caller)
@@ -190,7 +196,7 @@ def compile_graph(
     if fault is not None:
         job.leave_to_eager(fault, caller)
     if not has_open_sizes(example_inputs):
-        return _Unit(job).compile(gm, example_inputs)
+        return job.compile_fixed(gm, example_inputs)[0]
     if notices.is_new(about, "sizes"):
         log.info("roamc plans each input size of %s separately, when it first comes", job.name)
     return BySize(gm, example_inputs, job, options.max_plans)
@@ -217,6 +223,10 @@ def _name(gm: fx.GraphModule, record: Record) -> str:
     return compat_dynamo.compiled_function() or "graph"
 
 
+ONE_BY_ONE = "Run the backward of a call before the next call, use roamc.train_step for the whole step"
+"""Advice about open calls."""
+
+
 @dataclass(frozen=True)
 class _Job:
     """What is known of one dynamo graph, whatever its sizes.
@@ -228,6 +238,7 @@ class _Job:
         about: the model or function that warnings are about; each is given once.
         split: where dynamo ended the graph before the model's end; None if it did not.
         piece: whether dynamo has split the model, before this graph or behind it, or runs what is around it in eager.
+        held: what open calls of the model hold, all its pieces together.
     """
 
     name: str
@@ -236,11 +247,60 @@ class _Job:
     about: object
     split: str | None
     piece: bool
+    held: Held
 
     def compile_fixed(self, gm: fx.GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
         """Compile the graph, with known sizes; return the compiled function, and one that forgets its plans."""
-        unit = _Unit(self)
-        return unit.compile(gm, inputs), unit.forget
+        calls = OpenCalls(self.held)
+        if self.options.memory_budget is None:
+            return self.compile_for(gm, inputs, calls, 1)
+        compiled = PlannedAgain(gm, inputs, self, calls)
+        return compiled, compiled.forget
+
+    def compile_for(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], calls: OpenCalls, number: int, *, lowest: bool = False
+    ) -> tuple[Callable[..., Any], Callable[[], None]]:
+        """Compile the graph as :meth:`compile_fixed` does, for ``number`` calls that are open at one time.
+
+        Args:
+            gm: the graph.
+            inputs: its inputs, fake.
+            calls: counts the open calls.
+            number: how many of them the budget is to hold for, together.
+            lowest: plan for the lowest peak, in place of the budget.
+        """
+        job = replace(self, options=replace(self.options, memory_budget="min")) if lowest else self
+        unit = _Unit(job, calls, number)
+        return unit.compile(gm, list(inputs)), unit.forget
+
+    def refuse_calls(self, number: int, error: BudgetError) -> None:
+        """Warn that no plan keeps the budget for all open calls together.
+
+        Raises:
+            BudgetError: that, if the option ``strict`` is set.
+        """
+        message = (
+            f"{number} calls of {self.name!r} wait for backward at one time, and with what they hold "
+            f"{str(error).removesuffix(RAISE)}{ONE_BY_ONE}, or raise the budget"
+        )
+        if self.options.strict:
+            raise BudgetError(message, error.plan) from None
+        message += "; the plan has the lowest peak (options={'strict': True} raises)"
+        notices.warn(self.about, "open calls", message, stacklevel=5)
+
+    def refuse_more_calls(self, number: int, planned: int) -> None:
+        """Warn that more calls are open than the plan counts, and that it is not planned again.
+
+        Raises:
+            BudgetError: that, if the option ``strict`` is set.
+        """
+        message = (
+            f"the number of calls of {self.name!r} that wait for backward at one time keeps growing: {number} now, and "
+            f"the plan is for {planned}; memory_budget={self.options.memory_budget!r} IS NOT KEPT for more. {ONE_BY_ONE}"
+        )
+        if self.options.strict:
+            raise BudgetError(message)
+        notices.warn(self.about, "more calls", f"{message} (options={{'strict': True}} raises)", stacklevel=5)
 
     def check_split(self) -> None:
         """Warn that a budget holds for a part of the model alone."""
@@ -371,10 +431,17 @@ class _Unit:
     """Compiles one graph: AOTAutograd calls ``partition``, ``forward`` and, at the first backward, ``backward``.
 
     For a graph without backward it calls ``inference`` alone.
+
+    Args:
+        job: what is known of the graph.
+        calls: counts the calls of the program that wait for their backward.
+        number: how many of them the plan is for.
     """
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: _Job, calls: OpenCalls, number: int) -> None:
         self.job = job
+        self.calls = calls
+        self.number = number
         self.name = job.name
         self.options = job.options
         self.pair: Pair | None = None
@@ -386,7 +453,7 @@ class _Unit:
         """Drop the plan from the record, and its free arenas; arenas in use go when their backward has run."""
         if self.program is not None:
             self.job.record.remove(self.program)
-            self.program.executable.pool.free.clear()
+            self.program.executable.pool.clear()
 
     def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Return the compiled function of a graph whose sizes are known; the graph's own if AOTAutograd refuses it."""
@@ -447,9 +514,16 @@ class _Unit:
     def _plan_pair(
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]
     ) -> tuple[Pair, tuple[fx.GraphModule, fx.GraphModule]]:
-        planned = self._searched(lambda: joint.stitch(forward, backward, outputs, static, self.name))
+        many = {"in_flight": self.number, "calls": self.number > 1}
+        planned = self._searched(lambda: joint.stitch(forward, backward, outputs, static, self.name).replace(**many))
         with together.on_all(self._groups, self.name):
-            pair = Pair(planned, keep=self.options.keeps_arena, tune=self.options.tune, on_failure=self.job.on_failure)
+            pair = Pair(
+                planned,
+                keep=self.options.keeps_arena,
+                tune=self.options.tune,
+                on_failure=self.job.on_failure,
+                calls=self.calls,
+            )
             parts = partitioned(planned.graph)
         self._remember(pair)
         return pair, parts

@@ -103,7 +103,7 @@ class BySize:
         compiler: Compiler,
         limit: int,
     ) -> None:
-        self._graph = _owned(gm)
+        self._graph = owned(gm)
         nodes = placeholders(self._graph.graph)
         self._numbers = [i for i, value in enumerate(example_inputs) if _is_number(value, nodes[i])]
         self._tensors = [i for i in range(len(nodes)) if i not in self._numbers]
@@ -177,9 +177,14 @@ def fixed(gm: fx.GraphModule, input_numbers: dict[int, Any]) -> tuple[fx.GraphMo
     return compat_dynamo.dynamo_module(gm, graph), numbers
 
 
-def _owned(gm: fx.GraphModule) -> fx.GraphModule:
+def owned(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of ``gm`` with a graph of its own: dynamo clears the one that it hands out."""
-    return fixed(gm, {})[0]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node, copy in copies.items():
+        compat_dynamo.keep_source(copy, node)
+    return compat_dynamo.dynamo_module(gm, graph)
 
 
 def _copied(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:

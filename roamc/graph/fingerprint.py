@@ -44,7 +44,7 @@ def fingerprint(graph: TrainGraph, *, of_any_rank: bool = False) -> str:
     digest.update(f"{graph.boundary}|{graph.saved}|{graph.gradients}|{sorted(graph.waits.items())}|{phases}".encode())
     digest.update("|".join(_shared(graph.graph)).encode())
     if graph.in_flight > 1:
-        digest.update(f"{graph.in_flight} in flight".encode())
+        digest.update(f"{graph.in_flight} {'calls ' if graph.calls else ''}in flight".encode())
     return digest.hexdigest()
 
 

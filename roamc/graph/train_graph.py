@@ -164,6 +164,8 @@ class TrainGraph:
             run as often as in the graph.
         in_flight: how many micro-batches of a pipeline have run forward before one runs backward: what is saved for the
             others waits meanwhile. Above 1, all of FORWARD runs in front of all of BACKWARD.
+        calls: whether ``in_flight`` counts calls of one module that run forward before a backward, instead of
+            micro-batches of a pipeline. The caller holds the inputs and the outputs of each.
     """
 
     name: str
@@ -186,6 +188,7 @@ class TrainGraph:
     agreements: tuple[Agreement, ...] = field(default=(), repr=False)
     same_plan: tuple[SamePlan, ...] = field(default=(), repr=False)
     in_flight: int = 1
+    calls: bool = False
 
     @property
     def apart(self) -> bool:

@@ -189,27 +189,45 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
         elif (ended := started_by(node)) is not None:
             del under_way[ended]
         needed, where = max((needed, where), (step_bytes + objects(step_bytes), node.name), key=operator.itemgetter(0))
-    needed += (graph.in_flight - 1) * _saved(graph, lives)
+    needed += _waiting(graph, lives)
     if needed > layout.needed_bytes:
         raise VerifyError(_too_low(needed, where, layout.needed_bytes))
 
 
-def _saved(graph: TrainGraph, lives: dict[str, Life]) -> Bytes:
-    """The bytes that forward makes, or the batch brings, and a later operator reads: each micro-batch holds them."""
+def _waiting(graph: TrainGraph, lives: dict[str, Life]) -> Bytes:
+    """The bytes that others in flight hold.
+
+    A micro-batch holds what forward makes, or the batch brings, and a later operator reads. A call holds what forward
+    makes and a later operator or the caller reads. Of several calls all but the last may wait; or one less, while
+    autograd holds a second set of what backward hands out.
+
+    Raises:
+        VerifyError: calls share the arena, and what one has saved lies there.
+    """
+    if graph.in_flight == 1:
+        return 0
     nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
     late = [node for node in nodes if _is_late(graph, node)]
     read = {shared.of(storage) for node in late for source in node.all_input_nodes for *_, storage in placed(source)}
-    storages = [(name, nodes[born], nbytes) for name, (born, _, nbytes) in lives.items()]
+    handed = shared.of_all(output_values(graph.graph))
+    saved = kept = gradients = 0
+    for name, (born, _, nbytes) in lives.items():
+        node = nodes[born]
+        if node.op != "call_function" or ops.rule(node.target).space is not Space.DEVICE:
+            continue
+        own = shared.of(_made(node, name)[1])
+        if _is_late(graph, node):
+            gradients += nbytes * (own in handed)
+            continue
+        if graph.calls and own in read and graph.layout is not None and name in graph.layout.offset:
+            raise VerifyError(f"after pass 'layout': {name} is saved by one of several calls that share the arena")
+        saved += nbytes * (own in read)
+        kept += nbytes * (own in read or own in handed)
+    if graph.calls:
+        return max((graph.in_flight - 1) * kept, (graph.in_flight - 2) * kept + gradients)
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
     batch = {shared.of(own) for node, port in fed if port.role is Role.INPUT for *_, own in placed(node)}
-    return sum(own.nbytes for own in batch & read) + sum(
-        nbytes
-        for name, node, nbytes in storages
-        if node.op == "call_function"
-        and not _is_late(graph, node)
-        and ops.rule(node.target).space is Space.DEVICE
-        and shared.of(_made(node, name)[1]) in read
-    )
+    return (graph.in_flight - 1) * (saved + sum(own.nbytes for own in batch & read))
 
 
 def _too_low(nbytes: Bytes, where: str, claimed_bytes: Bytes) -> str:

@@ -40,7 +40,7 @@ class Plan:
             time, and outside it outputs, results left with the allocator, and results on their way into the arena.
             Parameters, optimizer state and inputs are not in it, nor what operators take for themselves.
         needed_bytes: the same with what operators take for themselves while they run, and tensors' own objects, as
-            estimated by :mod:`roamc.cost.workspace`, and with what other micro-batches of a pipeline have saved
+            estimated by :mod:`roamc.cost.workspace`, and with what others in flight hold
             meanwhile. This is what a budget is compared with.
         arena_bytes: size of the arena, all of it.
         live_bytes: most bytes of the arena in use at one step.
@@ -49,8 +49,8 @@ class Plan:
         baseline_bytes: live bytes of eager PyTorch at its worst step of the same graph.
         baseline_needed_bytes: what eager PyTorch takes at its worst step, counted as ``needed_bytes`` is. Shares such
             as "80%" are of this.
-        in_flight: micro-batches of a pipeline that are in flight: ``needed_bytes`` and ``baseline_needed_bytes`` count
-            all of them, and other numbers the one that runs; 1 where there is no pipeline.
+        in_flight: micro-batches of a pipeline, or calls of a module before one backward, that are in flight:
+            ``needed_bytes`` and ``baseline_needed_bytes`` count all of them, and other numbers the one that runs; else 1.
         step_seconds: predicted time of a step in which nothing runs again, of collectives what no other operator hides;
             0 if no budget was asked for.
         added_seconds: predicted time of all operators that run again and of codecs, per step.
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def waiting_bytes(self) -> Bytes:
-        """Bytes that other micro-batches of a pipeline have saved; 0 where there are none."""
+        """Bytes that others in flight hold: micro-batches of a pipeline, or calls; 0 where there are none."""
         waiting = self.decisions.get("layout", {}).get("waiting_bytes")
         return waiting if isinstance(waiting, int) else 0  # a text that no graph has been compared with says anything
 
@@ -148,7 +148,7 @@ class Plan:
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """Return the lines of the plan as it is shown: (label, value with its unit, remark), each as text."""
-        one = ", one micro-batch" if self.in_flight > 1 else ""
+        one = f", one of {self.in_flight} in flight" if self.in_flight > 1 else ""
         bound = ("unknown", "pass reorder was left out")
         if "reorder" in self.decisions:
             bound = (format_bytes(self.bound_bytes), "on live bytes, for any order")
@@ -170,7 +170,7 @@ class Plan:
             (
                 "in flight",
                 self.waiting_bytes,
-                f"on top of the peak: saved for {others} of {self.in_flight} micro-batches",
+                f"on top of the peak: saved for {others} of {self.in_flight} in flight",
             ),
             ("workspace", self.needed_bytes - self.peak_bytes - self.waiting_bytes, _INSIDE),
         ]

@@ -82,7 +82,7 @@ def prepared(
     most_threads = max(threads, torch.get_num_threads())  # a plan from elsewhere may be counted again for more
     most = int((live + cost.workspaces(memory.operators, most_threads, eager=True)).max(initial=0))
     needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
-    needs += waiting_bytes(graph, memory)
+    needs += waiting_bytes(graph, memory, eager=True)
     products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
     maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products)
     maker = maker.under(terms_of(graph, options.memory_budget, needs))

@@ -121,6 +121,14 @@ class Arena:
         if self._block:
             blocks.give(self._block, keep=keep)
 
+    def drop(self) -> None:
+        """Give the memory of the block back, unless another arena uses the block; nobody enters this arena again.
+
+        The arena itself may live on for a while: what is bound to it refers to it.
+        """
+        if self._block:
+            blocks.drop(self._block)
+
     def view(
         self,
         name: str,
@@ -235,6 +243,13 @@ class ArenaPool:
         arena.leave(keep=self.keep)
         with self._lock.now:
             self.free.append(arena)
+
+    def clear(self) -> None:
+        """Drop the arenas that wait for a step, and give their memory back, unless another program's arena uses it."""
+        with self._lock.now:
+            dropped, self.free = self.free, []
+        for arena in dropped:
+            arena.drop()
 
     def park(self, arena: Arena, token: torch.Tensor) -> None:
         """Keep ``arena`` for a backward, until :meth:`take` takes it.

@@ -165,6 +165,13 @@ def give(block: Block, *, keep: bool) -> None:
         block.busy = False
 
 
+def drop(block: Block) -> None:
+    """Give the memory of ``block`` back to torch's allocator, unless an arena uses it."""
+    with _LOCK.now:
+        if not block.busy:
+            block.empty()
+
+
 def empty_idle(device: torch.device) -> None:
     """Give the memory of all idle blocks of ``device`` back to torch's allocator; the next use allocates again."""
     with _LOCK.now:

@@ -8,7 +8,7 @@ import linecache
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -21,14 +21,17 @@ from roamc.codegen.source import ARGUMENT, Entry, Program, emit
 from roamc.compat_operators import direct
 from roamc.errors import BackwardTwiceError, StaleError, VerifyError, users_level
 from roamc.graph import Phase, TrainGraph, main_device, operators
-from roamc.graph.memory import build_memory
+from roamc.graph.in_flight import call_bytes
+from roamc.graph.memory import MemoryModel, build_memory
 from roamc.interruptions import came_from_elsewhere, interruption
 from roamc.operators import kernels, ops, split_collectives
 from roamc.operators.gpu import kept, tuning
 from roamc.planning.planned import Planned
 from roamc.runtime import agreement, blocks, fallback
 from roamc.runtime.arena import Arena, ArenaPool, Bound
+from roamc.runtime.open_calls import OpenCalls
 from roamc.runtime.whole_storage import extent_of, own, put, together
+from roamc.units import Bytes
 
 log = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -189,7 +192,7 @@ class Executable:
     def _retire(self) -> None:
         """Mark the program as broken and drop its free arenas."""
         self.broken = True
-        self.pool.free.clear()
+        self.pool.clear()
 
     def _finished(self, entry: str, arena: Arena, error: Exception) -> tuple[Any, ...]:
         """Return the results of function ``entry``, which raised ``error`` half-way, by running the rest plainly.
@@ -329,9 +332,14 @@ class Pair:
         tune: whether kernels may be timed first.
         on_failure: called with the error when the program has failed; all later steps run without program and arena.
             None lets the error out.
+        calls: counts the calls whose backward is still to run.
 
     Attributes:
         executable: the program, its plan and its arenas.
+        calls: as given.
+        held_bytes: what a call holds between its forward and its backward.
+        token: position, among the saved tensors, of the one by which an open call is known; None if forward makes none
+            of them.
         first_saved: number of the user's outputs, behind which the results of forward are the saved tensors.
         threads: number of torch's threads that the plan counts with; 0 if the number does not matter, or once a warning
             about more threads was given.
@@ -343,14 +351,22 @@ class Pair:
     """
 
     def __init__(
-        self, planned: Planned, *, keep: bool = True, tune: bool = False, on_failure: OnFailure | None = None
+        self,
+        planned: Planned,
+        *,
+        keep: bool = True,
+        tune: bool = False,
+        on_failure: OnFailure | None = None,
+        calls: OpenCalls | None = None,
     ) -> None:
         self.executable = Executable(planned, keep=keep, tune=tune, on_failure=on_failure)
+        self.calls = calls or OpenCalls()
         graph = planned.graph
         by_name = {node.name: node for node in graph.graph.nodes}
         saved = [by_name[name] for name in graph.saved]
         placed = graph.layout.offset if graph.layout is not None else {}
-        names = _storage_names(graph)
+        memory = build_memory(graph)
+        names = _storage_names(memory)
         self.first_saved = sum(port.phase.name == "FORWARD" for port in graph.outputs)
         self.hooked = False
         self.threads = planned.plan.threads if main_device(graph).type == "cpu" and planned.plan.step_seconds else 0
@@ -358,7 +374,19 @@ class Pair:
         self.extents = [extent_of(saved[index].meta["val"]) for index in self.in_arena]
         late = {names[name] for name in graph.reuse if graph.phase[name] is not Phase.FORWARD}
         self.parked = _trimmed_between(graph)
+        made = {storage.name for storage in memory.counted if storage.nbytes}
+        own = [index for index, node in enumerate(saved) if names.get(node.name) in made]
+        self.token = next(iter((*self.in_arena, *own)), None)
+        self.held_bytes = self._held(memory, placed)
         self.written_over = [i for i, node in enumerate(saved) if names.get(node.name) in late.difference(placed)]
+
+    def _held(self, memory: MemoryModel, placed: Mapping[str, Bytes]) -> Bytes:
+        """The bytes of the arena while it is parked, where something is saved in it, and of what is held outside."""
+        if not self.in_arena:
+            return call_bytes(memory)
+        inside = sum(storage.nbytes for storage in memory.saved if storage.name in placed)
+        parked = self.executable.pool.nbytes - sum(high - low for low, high in self.parked)
+        return call_bytes(memory) - inside + parked
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run forward and park its arena for the backward.
@@ -375,7 +403,8 @@ class Pair:
             Exception: as :meth:`Executable.run` raises.
         """
         self.executable.agree("forward", args)
-        pool = self.executable.pool
+        pool, plan = self.executable.pool, self.executable.planned.plan
+        self.calls.begin(plan.needed_bytes - plan.waiting_bytes)
         arena = None if self.executable.broken else self.executable.arena()
         if arena is None:
             return self.executable.run_plain("forward", args)
@@ -396,6 +425,8 @@ class Pair:
         else:
             token = results[saved[0]] = _alias(results[saved[0]])
             pool.park(arena, token)
+        if self.token is not None and not hooks:
+            self.calls.open(results[self.first_saved + self.token], self.held_bytes)
         return tuple(results)
 
     def _warn_of_threads(self) -> None:
@@ -426,6 +457,8 @@ class Pair:
         """
         self._warn_of_threads()
         self.executable.agree("backward", args)
+        if self.token is not None:
+            self.calls.backward(args[self.token], kept=compat.keeps_graph())
         pool = self.executable.pool
         saved = [args[index] for index in self.in_arena]
         parked = pool.take(saved[0]) if saved else None
@@ -441,6 +474,8 @@ class Pair:
             return self.executable.run("backward", arena, args)
         finally:
             pool.release(arena)
+            if self.calls.outgrown:  # another program takes the place of this one
+                pool.clear()
 
     def _plainly(self, args: list[Any]) -> tuple[Any, ...]:
         """Run backward without the program, on copies of the saved tensors that lie in an arena.
@@ -545,7 +580,6 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return compat.with_bits(fresh, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
-def _storage_names(graph: TrainGraph) -> dict[str, str]:
+def _storage_names(memory: MemoryModel) -> dict[str, str]:
     """Return node name to the name of the storage behind the first result, for nodes whose first result is a tensor."""
-    memory = build_memory(graph)
     return {name: memory.storages[index].name for (name, position), index in memory.owner.items() if position == 0}

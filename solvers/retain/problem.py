@@ -52,7 +52,7 @@ class RetainProblem:
     idle: bool[n], whether operator v is left out of the schedule where offers leave none of its results a reader.
     offers: smaller forms in which buffers may wait for their late readers.
     waiting: how many other micro-batches wait at the boundary, as in a pipeline; 0 for none.
-    boundary: the operator at which they wait, which reads and makes nothing; -1 for none.
+    boundary: the operator at which they wait, which reads nothing; what it makes comes when the wait ends; -1 for none.
     All arrays are read-only.
     """
 
@@ -162,7 +162,7 @@ def make_problem(
 
     Raises ValueError, naming the item, for a part of the wrong length, a sequence that is no legal order, seconds that
     are negative or not finite, a droppable buffer that is kept or whose producer is not repeatable, an offer that
-    names an operator or a buffer which does not exist, and a boundary that is missing or reads or makes a buffer.
+    names an operator or a buffer which does not exist, and a boundary that is missing or reads a buffer.
     """
     num_ops, num_buffers = order.num_ops, order.num_buffers
     latest = np.full(num_ops, num_ops) if expires is None else np.asarray(expires)
@@ -202,8 +202,8 @@ def _check_boundary(problem: RetainProblem) -> None:
     order, at = problem.order, problem.boundary
     if problem.waiting < 0 or (problem.waiting > 0) != (0 <= at < order.num_ops):
         raise ValueError(f"{problem.waiting} micro-batches wait at op {at}")
-    if at >= 0 and (at in order.producer or at in order.consumer):
-        raise ValueError(f"op {at}, at which micro-batches wait, reads or makes a buffer")
+    if at >= 0 and at in order.consumer:
+        raise ValueError(f"op {at}, at which micro-batches wait, reads a buffer")
 
 
 def _check_sequence(problem: RetainProblem) -> None:

@@ -79,11 +79,11 @@ def test_text_says_of_what_each_number_is(explained: Explanation, written: str) 
     plan = explained.plan
     for row in (
         rf"peak +{format_bytes(plan.peak_bytes)}  "
-        rf"{plan.peak_bytes / plan.baseline_bytes:.3f} of eager's, one micro-batch",
-        rf"in flight +{format_bytes(plan.waiting_bytes)}  on top of the peak: saved for the other 2 of 3 micro-batches",
+        rf"{plan.peak_bytes / plan.baseline_bytes:.3f} of eager's, one of 3 in flight",
+        rf"in flight +{format_bytes(plan.waiting_bytes)}  on top of the peak: saved for the other 2 of 3 in flight",
         rf"needs +{format_bytes(plan.needed_bytes)}  {plan.needed_bytes / plan.baseline_needed_bytes:.3f} of eager's "
         rf"{format_bytes(plan.baseline_needed_bytes)}, all that are in flight",
-        rf"eager's peak +{format_bytes(plan.baseline_bytes)}  same graph, program order, one micro-batch",
+        rf"eager's peak +{format_bytes(plan.baseline_bytes)}  same graph, program order, one of 3 in flight",
         "peak of gpt as planned, one micro-batch",
     ):
         assert re.search(row, written), row
