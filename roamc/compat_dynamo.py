@@ -111,6 +111,23 @@ def _compiled_frame() -> Any:
         return None
 
 
+def compiling_backend() -> tuple[object, dict[str, Any]]:
+    """Return the backend that the graph which dynamo compiles now is for, and its keywords; None outside of dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return None, {}
+    keywords: dict[str, Any] = {}
+    while True:
+        keywords = getattr(backend, "kwargs", keywords)
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
+        if inner is None:
+            return backend, keywords
+        backend = inner
+
+
 def eager_is_asked_for() -> bool:
     """Whether the user has asked, by ``torch.compiler.set_stance``, that compiled functions may run in eager now.
 
@@ -223,14 +240,24 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
             module._compiled_call_impl = implementation
 
 
+def has_recurrent_layers(model: torch.nn.Module) -> bool:
+    """Return whether ``model`` has layers such as an LSTM, or is one."""
+    return any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
+
+
 def compile_in_place(
-    model: torch.nn.Module, backend: Callable[..., Any], around: Callable[[Callable[..., Any]], Callable[..., Any]]
+    model: torch.nn.Module,
+    backend: Callable[..., Any],
+    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+    *,
+    recurrent: bool,
 ) -> None:
-    """Compile ``model`` in place with dynamic shapes off.
+    """Compile ``model`` in place with dynamic shapes off; it may have no attributes yet.
 
     ``backend`` is a dynamo backend. ``around`` gets the compiled call of the model, and returns the function that calls
     of the model run in its place; it may be called twice, and the last function counts. Dynamo leaves out recurrent
-    layers, and models of torch's own classes, by default; here it traces them, too.
+    layers, and models of torch's own classes, by default; here it traces them, too. ``recurrent`` says whether there
+    are recurrent layers.
     """
     model.compile(backend=backend, dynamic=False)
     if trace_rules.check(model.forward):
@@ -239,7 +266,7 @@ def compile_in_place(
         model._compiled_call_impl = torch.compile(wrapped, backend=backend, dynamic=False)
     compiled: Any = model._compiled_call_impl
     model._compiled_call_impl = around(compiled)
-    if not any(isinstance(module, torch.nn.RNNBase) for module in model.modules()) or not hasattr(config, "allow_rnn"):
+    if not recurrent or not hasattr(config, "allow_rnn"):
         return
 
     def with_recurrent_layers(*args: Any, **kwargs: Any) -> Any:

@@ -70,6 +70,9 @@ def roamc(
     return compile_graph(gm, example_inputs, options_of(options), Record())
 
 
+roamc.roamc_options = lambda keywords: options_of(keywords.get("options"))  # type: ignore[attr-defined]
+
+
 class Calls:
     """Counts the calls of what was compiled; it holds no program, so that functions which count keep none alive.
 
@@ -102,6 +105,8 @@ class Record:
 
     Attributes:
         name: name of the model's class, or ``""`` if it is not known.
+        held: what open calls of its programs hold.
+        pieces: whether its programs are pieces of one model that torch.compile has split.
         calls: counts the calls of all functions that were compiled of the object, fallbacks included.
         programs: the last programs, oldest first; a :class:`Pair` runs forward and backward, a :class:`Whole` runs
             inference.
@@ -112,6 +117,8 @@ class Record:
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.calls = Calls()
+        self.held = Held()
+        self.pieces = False
         self._lock = Lock()
         self.programs: list[Pair | Whole] = []
         self.fallbacks: list[str] = []
@@ -129,8 +136,16 @@ class Record:
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans, oldest first; without those whose program has failed."""
-        return [program.executable.planned.plan for program in self.programs if not program.executable.broken]
+        """The plans, oldest first; without those whose program has failed. Plans of pieces have a note on all of them."""
+        plans = [program.executable.planned.plan for program in self.programs if not program.executable.broken]
+        if not self.pieces:
+            return plans
+        programs = f"{len(plans)} programs" if len(plans) > 1 else "1 program"
+        note = (
+            f"{self.name!r} runs in {programs} and in eager: a budget holds for each program by itself; those open at "
+            f"one time have needed up to {format_bytes(self.held.most)} together so far, and what eager holds comes on top"
+        )
+        return [replace(plan, notes=(*plan.notes, note)) for plan in plans]
 
 
 @dataclass(frozen=True)
@@ -183,8 +198,9 @@ def compile_graph(
     about = record if record.name else compat_dynamo.compiled_module() or compat_dynamo.compiled_code() or record
     split, caller = compat_dynamo.graph_break(gm), compat_dynamo.eager_caller()
     piece = split is not None or compat_dynamo.beside_a_break() or caller is not None
-    owner = record if record.name else caller or about
-    job = _Job(_name(gm, record), options, record, about, split, piece, _HELD.setdefault(owner, Held()))
+    held = record.held if record.name else _HELD.setdefault(caller or about, record.held)
+    record.pieces |= piece
+    job = _Job(_name(gm, record), options, record, about, split, piece, held)
     job.check_split()
     if caller is not None:
         job.check_caller(caller)
@@ -225,6 +241,10 @@ def _name(gm: fx.GraphModule, record: Record) -> str:
 
 ONE_BY_ONE = "Run the backward of a call before the next call, use roamc.train_step for the whole step"
 """Advice about open calls."""
+
+
+APART = "Change the line that splits the model, use roamc.train_step for the whole step"
+"""Advice about several programs of one model."""
 
 
 @dataclass(frozen=True)
@@ -301,6 +321,33 @@ class _Job:
         if self.options.strict:
             raise BudgetError(message)
         notices.warn(self.about, "more calls", f"{message} (options={{'strict': True}} raises)", stacklevel=5)
+
+    def check_together(self, plan: Plan, calls: OpenCalls) -> None:
+        """Warn if a plan, and what calls of other programs of the model hold meanwhile, need more than the budget.
+
+        Args:
+            plan: of the program that is about to run.
+            calls: counts the open calls of that program.
+
+        Raises:
+            BudgetError: that, if the option ``strict`` is set.
+        """
+        budget = self.options.memory_budget
+        beside = max(calls.beside, self.held.nbytes - calls.nbytes)
+        together_bytes = beside + plan.needed_bytes
+        if not isinstance(budget, int | float) and budget != "device":
+            return
+        if not beside or together_bytes <= plan.budget_bytes:
+            return
+        message = (
+            f"memory_budget={budget!r} holds for each program of the model by itself: {self.name!r} needs "
+            f"{format_bytes(plan.needed_bytes)} while others, which wait for their backward, hold "
+            f"{format_bytes(beside)}: together {format_bytes(together_bytes)}, and what runs in eager between them comes "
+            f"on top. {APART if self.piece else ONE_BY_ONE}, or halve the budget"
+        )
+        if self.options.strict:
+            raise BudgetError(message, plan)
+        notices.warn(self.about, "together", f"{message} (options={{'strict': True}} raises)")
 
     def check_split(self) -> None:
         """Warn that a budget holds for a part of the model alone."""
@@ -526,6 +573,7 @@ class _Unit:
             )
             parts = partitioned(planned.graph)
         self._remember(pair)
+        self.job.check_together(planned.plan, self.calls)
         return pair, parts
 
     def _plan_whole(self, make: Callable[[], TrainGraph]) -> Whole:
@@ -535,6 +583,7 @@ class _Unit:
                 planned, keep=self.options.keeps_arena, tune=self.options.tune, on_failure=self.job.on_failure
             )
         self._remember(whole)
+        self.job.check_together(planned.plan, self.calls)
         return whole
 
     def _searched(self, make: Callable[[], TrainGraph]) -> Planned:

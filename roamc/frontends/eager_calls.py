@@ -16,6 +16,7 @@ from torch import nn
 from roamc import compat_dynamo, notices
 from roamc.capture.batch import take_apart
 from roamc.errors import CaptureError
+from roamc.frontends import compiled_again
 from roamc.frontends.backend import Record
 from roamc.options import Options
 
@@ -24,6 +25,8 @@ def checked(
     model: weakref.ref[nn.Module], record: Record, options: Options, compiled: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a function that calls ``compiled``, and warns once for the module if a whole call has run in eager.
+
+    While another compilation traces it, it does what :class:`roamc.frontends.compiled_again.Around` decides.
 
     Args:
         model: the module.
@@ -36,9 +39,19 @@ def checked(
         CaptureError: raised by the returned function in the place of the warning, if option ``strict`` is set.
     """
 
+    around = compiled_again.Around(record.name, record, options)
+
+    @torch._dynamo.assume_constant_result
+    def tracer() -> str:
+        return around.tracer()
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return compiled(*args, **kwargs)
+            traced_by = tracer()
+            if traced_by == compiled_again.OTHER:
+                return compiled_again.apart(around, compiled, args, kwargs)
+            if traced_by or torch.compiler.is_exporting():
+                return compiled(*args, **kwargs)
         before = record.calls.count
         result = compiled(*args, **kwargs)
         if record.calls.count == before and not record.in_eager:

@@ -15,10 +15,11 @@ from torch import fx, nn
 from roamc.capture import joint
 from roamc.capture.batch import take_apart
 from roamc.capture.step_trace import LossFunction
-from roamc.compat_dynamo import compile_in_place
+from roamc.compat_dynamo import compile_in_place, has_recurrent_layers
 from roamc.errors import OptionError, RoamcError
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, Record, compile_graph
+from roamc.frontends.compiled_again import Carried, revive_by
 from roamc.frontends.eager_calls import checked
 from roamc.frontends.mesh import Mesh, check_tokens, notes_on, parse_mesh, part_of, running_split
 from roamc.frontends.stages import stage_note, stage_of
@@ -36,7 +37,10 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
 
     Planning happens at the first call. Gradients arrive in ``.grad`` as usual, so any optimizer, loss and training loop
     works. If torch.compile runs a whole call in eager, a warning says so, or an error with option ``strict``. A deep
-    copy or pickle of the model is a plain module: call ``optimize`` on it again.
+    copy or pickle of the model is optimized like it, with the same options and plans of its own.
+
+    Another ``torch.compile`` of the model, or of what is around it, leaves it apart with its plan and warns, or raises
+    with ``strict``; if its backend is roamc, one plan covers all. ``model.compile(...)`` takes the place of ``optimize``.
 
     Args:
         model: the module.
@@ -48,15 +52,33 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     """
     check_module(model, "optimize")
     check_not_compiled(model)
-    parsed = options_of(options)
+    model.__dict__["__call__"] = _optimized(model, options, has_recurrent_layers(model))
+    return model
+
+
+@revive_by
+def _optimized(model: nn.Module, settings: Mapping[str, Any], recurrent: bool) -> Carried:
+    """Compile a module, which may have no attributes yet, and return what it is to carry.
+
+    Args:
+        model: the module.
+        settings: options as the user set them.
+        recurrent: whether the module has recurrent layers.
+    """
+    parsed = options_of(settings)
     record = Record(type(model).__name__)
 
     def roamc(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         return record.calls.counted(compile_graph(gm, example_inputs, parsed, record))
 
-    compile_in_place(model, roamc, functools.partial(checked, weakref.ref(model), record, parsed))
+    roamc.roamc_options = lambda _: parsed  # type: ignore[attr-defined]
+    around = functools.partial(checked, weakref.ref(model), record, parsed)
+    compile_in_place(model, roamc, around, recurrent=recurrent)
     _RECORDS[model] = record
-    return model
+    call = model._compiled_call_impl
+    assert call is not None
+    carried = model._compiled_call_impl = Carried(model, settings, recurrent, call)
+    return carried
 
 
 def train_step(
@@ -249,6 +271,11 @@ def plans(compiled: nn.Module | TrainStep | None = None) -> list[Plan]:
     if isinstance(compiled, TrainStep):
         return compiled.plans
     if compiled in _RECORDS:
+        if compiled._compiled_call_impl not in (None, compiled.__dict__["__call__"]):
+            raise RoamcError(
+                f"this {type(compiled).__name__} was compiled again by its method compile, which takes the place of "
+                "roamc.optimize: it has no plans"
+            )
         return _RECORDS[compiled].plans
     raise RoamcError(
         f"this {type(compiled).__name__} was not made by roamc.optimize or roamc.train_step; "

@@ -122,17 +122,21 @@ each_way = pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved],
 
 @each_way
 def test_copy_of_an_optimized_module(duplicate: Callable[[Any], Any]) -> None:
-    model = optimized(wide())
+    model = optimized(wide(), memory_budget="min")
     batch = (noise(4, WIDE),)
     before = run_backward(model, square, batch)
     model.zero_grad()
-    twin = duplicate(model)
-    with pytest.raises(roamc.RoamcError, match="was not made by"):
-        roamc.plans(twin)
-    twin = optimized(twin)
+    twin = duplicate(duplicate(model))
+    assert roamc.plans(twin) == []
     assert_same(run_backward(twin, square, batch), before)
     assert_same(run_backward(model, square, batch), before)
+    assert roamc.plans(twin) == roamc.plans(model)
     assert len(roamc.plans(twin)) == 1
+    assert [name for name, _ in twin.named_modules()] == [name for name, _ in model.named_modules()]
+    again = optimized(duplicate(model), memory_budget="1GiB")
+    again.zero_grad()
+    assert_same(run_backward(again, square, batch), before)
+    assert roamc.plans(again)[0].budget_bytes == 1 << 30
 
 
 @each_way

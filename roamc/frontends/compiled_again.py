@@ -1,0 +1,140 @@
+"""Optimized modules in another compilation, and their copies.
+
+What an optimized module carries for both is one object, the compiled call of the module, which is its own attribute
+``__call__`` as well. Python does not look at that when the module is called:
+
+- ``copy.deepcopy``, ``pickle`` and ``torch.save`` copy the object with the module, and that optimizes the copy;
+- torch.compile would trace through the module as if it were not compiled. For one with a ``__call__`` of its own it
+  asks the module, which then runs by its own plan, with a graph break around it. If roamc compiles what is around it,
+  it becomes a part of that plan.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from roamc import compat_dynamo, notices
+from roamc.errors import CaptureError, RoamcError
+from roamc.options import Options
+
+Optimize = Callable[[nn.Module, Mapping[str, Any], bool], "Carried"]
+"""Optimizes a module that may have no attributes yet: (module, settings, whether it has recurrent layers)."""
+
+_optimize: list[Optimize] = []
+
+
+class Carried:
+    """The compiled call of an optimized module, and its attribute ``__call__``.
+
+    Args:
+        model: the module.
+        settings: options as the user set them.
+        recurrent: whether the module has recurrent layers.
+        call: runs a call of the module.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: Mapping[str, Any], recurrent: bool, call: Callable[..., Any]
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._settings = dict(settings)
+        self._recurrent = recurrent
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Carried:
+        copy = memo.get(id(self._model()))
+        if not isinstance(copy, nn.Module):
+            raise RoamcError("what roamc.optimize has put into a module cannot be copied without the module")
+        return _revived(copy, self._settings, self._recurrent)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revived, (self._model(), self._settings, self._recurrent)
+
+
+def _revived(model: nn.Module, settings: Mapping[str, Any], recurrent: bool) -> Carried:
+    """Optimize a copy, whose attributes are yet to come."""
+    (optimize,) = _optimize
+    return optimize(model, settings, recurrent)
+
+
+def revive_by(optimize: Optimize) -> Optimize:
+    """Have copies of optimized modules optimized by this function; return it."""
+    _optimize[:] = [optimize]
+    return optimize
+
+
+ROAMC, OTHER = "roamc", "other"
+"""Who traces a call of a module: a compilation by roamc, or by another backend."""
+
+
+class Around:
+    """Decides what runs when another compilation traces a call of an optimized module.
+
+    Args:
+        name: of the module's class.
+        about: what warnings are about; each is given once.
+        options: those of the module.
+    """
+
+    def __init__(self, name: str, about: object, options: Options) -> None:
+        self._name = name
+        self._about = about
+        self._options = options
+
+    def tracer(self) -> str:
+        """Return who traces a call of the module in this thread: ROAMC, OTHER, or nobody, ``""``.
+
+        For roamc the module is a part of the plan; warns, once, if that has another budget than the module.
+        """
+        backend, keywords = compat_dynamo.compiling_backend()
+        if backend is None:  # torch.compiler.is_compiling is true in all threads while one compiles
+            return ""
+        if not hasattr(backend, "roamc_options"):
+            return OTHER
+        outer: Options = backend.roamc_options(keywords)
+        if self._options.memory_budget not in (None, outer.memory_budget):
+            self._say(
+                "budget",
+                f"{self._name!r}, which roamc.optimize has compiled, is a part of a model that roamc compiles: one "
+                f"plan covers both, with memory_budget={outer.memory_budget!r} in the place of "
+                f"memory_budget={self._options.memory_budget!r}. Give the budget to the outer model, and leave "
+                "roamc.optimize of its part out",
+            )
+        return ROAMC
+
+    def say_apart(self) -> None:
+        """Warn, once, that another backend compiles what is around the module.
+
+        Raises:
+            CaptureError: that, if the option ``strict`` is set.
+        """
+        self._say(
+            "compiled again",
+            f"{self._name!r} was compiled by roamc.optimize, and torch.compile compiles it, or what is around it, "
+            "again: it keeps roamc's plan, and the other graph breaks there. Use one of them: torch.compile without "
+            "roamc.optimize, or roamc.optimize of the outer model",
+        )
+
+    def _say(self, key: str, message: str) -> None:
+        if self._options.strict:
+            raise CaptureError(message)
+        notices.warn(self._about, key, f"{message} (options={{'strict': True}} raises)", stacklevel=5)
+
+
+@torch.compiler.disable(reason="roamc.optimize has compiled this module")
+def apart(around: Around, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call of an optimized module outside of the graph that another backend compiles.
+
+    Raises:
+        CaptureError: the module's option ``strict`` is set.
+    """
+    around.say_apart()
+    return compiled(*args, **kwargs)
