@@ -29,10 +29,10 @@ from roamc.codegen.partition import partitioned
 from roamc.errors import BudgetError, CaptureError, OptionError, RoamcError
 from roamc.frontends.dynamic_shapes import BySize, has_open_sizes
 from roamc.frontends.planned_again import PlannedAgain
+from roamc.frontends.record import REMEMBERED, Record
 from roamc.graph import TrainGraph
 from roamc.graph.memory import WROTE_OVER
 from roamc.interruptions import interruption
-from roamc.locks import Lock
 from roamc.notices import lost_budget, reason_of, warn_of_failure
 from roamc.options import Options
 from roamc.planning import together
@@ -71,81 +71,6 @@ def roamc(
 
 
 roamc.roamc_options = lambda keywords: options_of(keywords.get("options"))  # type: ignore[attr-defined]
-
-
-class Calls:
-    """Counts the calls of what was compiled; it holds no program, so that functions which count keep none alive.
-
-    Attributes:
-        count: number of calls so far, of all functions that :meth:`counted` returned.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls ``function`` with its positional arguments, and adds 1 to ``count`` before."""
-
-        def run(*args: Any) -> Any:
-            self.count += 1
-            return function(*args)
-
-        return run
-
-
-REMEMBERED = 64
-"""The most programs, or plans, that are remembered."""
-
-
-class Record:
-    """The programs that roamc has made for one compiled object.
-
-    Args:
-        name: initial value of the attribute.
-
-    Attributes:
-        name: name of the model's class, or ``""`` if it is not known.
-        held: what open calls of its programs hold.
-        pieces: whether its programs are pieces of one model that torch.compile has split.
-        calls: counts the calls of all functions that were compiled of the object, fallbacks included.
-        programs: the last programs, oldest first; a :class:`Pair` runs forward and backward, a :class:`Whole` runs
-            inference.
-        fallbacks: one line for each time that planning or a program failed and something else ran in its place.
-        in_eager: whether roamc has left a function of the object to eager.
-    """
-
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-        self.calls = Calls()
-        self.held = Held()
-        self.pieces = False
-        self._lock = Lock()
-        self.programs: list[Pair | Whole] = []
-        self.fallbacks: list[str] = []
-        self.in_eager = False
-
-    def add(self, program: Pair | Whole) -> None:
-        """Append ``program`` to ``programs``. Beyond REMEMBERED the oldest is taken off; its owner can still run it."""
-        with self._lock.now:
-            self.programs = [*self.programs, program][-REMEMBERED:]
-
-    def remove(self, program: Pair | Whole) -> None:
-        """Take ``program`` off ``programs``; nothing happens if it is not there."""
-        with self._lock.now:
-            self.programs = [other for other in self.programs if other is not program]
-
-    @property
-    def plans(self) -> list[Plan]:
-        """The plans, oldest first; without those whose program has failed. Plans of pieces have a note on all of them."""
-        plans = [program.executable.planned.plan for program in self.programs if not program.executable.broken]
-        if not self.pieces:
-            return plans
-        programs = f"{len(plans)} programs" if len(plans) > 1 else "1 program"
-        note = (
-            f"{self.name!r} runs in {programs} and in eager: a budget holds for each program by itself; those open at "
-            f"one time have needed up to {format_bytes(self.held.most)} together so far, and what eager holds comes on top"
-        )
-        return [replace(plan, notes=(*plan.notes, note)) for plan in plans]
 
 
 @dataclass(frozen=True)
@@ -316,7 +241,8 @@ class _Job:
         """
         message = (
             f"the number of calls of {self.name!r} that wait for backward at one time keeps growing: {number} now, and "
-            f"the plan is for {planned}; memory_budget={self.options.memory_budget!r} IS NOT KEPT for more. {ONE_BY_ONE}"
+            f"the plan is for {planned}; memory_budget={self.options.memory_budget!r} IS NOT KEPT for more. "
+            f"{ONE_BY_ONE}"
         )
         if self.options.strict:
             raise BudgetError(message)
@@ -342,8 +268,8 @@ class _Job:
         message = (
             f"memory_budget={budget!r} holds for each program of the model by itself: {self.name!r} needs "
             f"{format_bytes(plan.needed_bytes)} while others, which wait for their backward, hold "
-            f"{format_bytes(beside)}: together {format_bytes(together_bytes)}, and what runs in eager between them comes "
-            f"on top. {APART if self.piece else ONE_BY_ONE}, or halve the budget"
+            f"{format_bytes(beside)}: together {format_bytes(together_bytes)}, and what runs in eager between them "
+            f"comes on top. {APART if self.piece else ONE_BY_ONE}, or halve the budget"
         )
         if self.options.strict:
             raise BudgetError(message, plan)

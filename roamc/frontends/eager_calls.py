@@ -17,7 +17,7 @@ from roamc import compat_dynamo, notices
 from roamc.capture.batch import take_apart
 from roamc.errors import CaptureError
 from roamc.frontends import compiled_again
-from roamc.frontends.backend import Record
+from roamc.frontends.record import Record
 from roamc.options import Options
 
 
@@ -41,7 +41,7 @@ def checked(
 
     around = compiled_again.Around(record.name, record, options)
 
-    @torch._dynamo.assume_constant_result
+    @torch.compiler.assume_constant_result
     def tracer() -> str:
         return around.tracer()
 

@@ -18,10 +18,11 @@ from roamc.capture.step_trace import LossFunction
 from roamc.compat_dynamo import compile_in_place, has_recurrent_layers
 from roamc.errors import OptionError, RoamcError
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
-from roamc.frontends.backend import LATEST, Record, compile_graph
+from roamc.frontends.backend import LATEST, compile_graph
 from roamc.frontends.compiled_again import Carried, revive_by
 from roamc.frontends.eager_calls import checked
 from roamc.frontends.mesh import Mesh, check_tokens, notes_on, parse_mesh, part_of, running_split
+from roamc.frontends.record import Record
 from roamc.frontends.stages import stage_note, stage_of
 from roamc.frontends.train_step import TrainStep
 from roamc.options import Options
@@ -40,7 +41,8 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     copy or pickle of the model is optimized like it, with the same options and plans of its own.
 
     Another ``torch.compile`` of the model, or of what is around it, leaves it apart with its plan and warns, or raises
-    with ``strict``; if its backend is roamc, one plan covers all. ``model.compile(...)`` takes the place of ``optimize``.
+    with ``strict``; if its backend is roamc, one plan covers all. ``model.compile(...)`` takes the place of
+    ``optimize``.
 
     Args:
         model: the module.

@@ -50,7 +50,8 @@ class Plan:
         baseline_needed_bytes: what eager PyTorch takes at its worst step, counted as ``needed_bytes`` is. Shares such
             as "80%" are of this.
         in_flight: micro-batches of a pipeline, or calls of a module before one backward, that are in flight:
-            ``needed_bytes`` and ``baseline_needed_bytes`` count all of them, and other numbers the one that runs; else 1.
+            ``needed_bytes`` and ``baseline_needed_bytes`` count all of them, and other numbers the one that runs; 1
+            elsewhere.
         step_seconds: predicted time of a step in which nothing runs again, of collectives what no other operator hides;
             0 if no budget was asked for.
         added_seconds: predicted time of all operators that run again and of codecs, per step.

@@ -374,8 +374,8 @@ class Pair:
         self.extents = [extent_of(saved[index].meta["val"]) for index in self.in_arena]
         late = {names[name] for name in graph.reuse if graph.phase[name] is not Phase.FORWARD}
         self.parked = _trimmed_between(graph)
-        made = {storage.name for storage in memory.counted if storage.nbytes}
-        own = [index for index, node in enumerate(saved) if names.get(node.name) in made]
+        temporaries = {storage.name for storage in memory.counted if storage.nbytes}
+        own = [index for index, node in enumerate(saved) if names.get(node.name) in temporaries]
         self.token = next(iter((*self.in_arena, *own)), None)
         self.held_bytes = self._held(memory, placed)
         self.written_over = [i for i, node in enumerate(saved) if names.get(node.name) in late.difference(placed)]

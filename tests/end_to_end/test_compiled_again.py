@@ -107,7 +107,7 @@ def test_another_compilation_leaves_the_module_its_plan_and_says_so(
     assert_same(gradients_of(model), gradients_of(eager))
     torch._dynamo.reset()
     strict = again(roamc.optimize(make(), strict=True))
-    with pytest.raises(roamc.CaptureError, match="was compiled by roamc.optimize, and torch.compile compiles it"):
+    with pytest.raises(roamc.CaptureError, match=r"was compiled by roamc\.optimize, and torch.compile compiles it"):
         strict(noise(4, 8))
 
 
@@ -196,7 +196,7 @@ def test_a_shallow_copy_is_a_plain_module() -> None:
     model = roamc.optimize(own(), strict=True)
     shallow = copy.copy(model)
     assert torch.equal(shallow(noise(4, 8)), own()(noise(4, 8)))
-    with pytest.raises(roamc.RoamcError, match="was not made by roamc.optimize"):
+    with pytest.raises(roamc.RoamcError, match=r"was not made by roamc\.optimize"):
         roamc.plans(shallow)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import roamc
 from roamc.cli.demo.worker import peak_bytes
 from roamc.errors import BudgetError
 from roamc.runtime import blocks
+from roamc.units import parse_bytes
 from tests.end_to_end.helpers import assert_same, gradients_of, noise, warnings_of_roamc
 
 WIDTH, ROWS = 64, 1024
@@ -148,11 +150,10 @@ def test_a_budget_that_all_calls_cannot_keep_is_named_once() -> None:
 
 def test_a_number_of_calls_that_keeps_growing_is_named_once() -> None:
     strict, model = (roamc.optimize(network(), memory_budget="80%", strict=strict) for strict in (True, False))
-    for calls in range(1, 6):
+    for calls in range(1, 7):
         step(strict, calls)
     with pytest.raises(BudgetError, match=r"keeps growing: 6 now, and the plan is for 5; .* IS NOT KEPT for more"):
-        for _ in range(2):
-            step(strict, 6)
+        step(strict, 6)
     with warnings_of_roamc() as texts:
         for calls in (1, 2, 3, 4, 5, 6, 7, 8, 8):
             step(model, calls)
@@ -225,3 +226,65 @@ def test_random_draws_of_several_open_calls() -> None:
                 torch.manual_seed(seed)
                 step(each, 3, rows=64)
             assert_same(gradients_of(model), gradients_of(reference))
+
+
+class Split(nn.Module):
+    """A model that torch.compile splits in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = network(), network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("way", [optimize, compile_it])
+def test_pieces_that_exceed_a_budget_together_are_named_with_their_bytes(way: Way) -> None:
+    budget = int(1.1 * eager_bytes())
+    model = Split()
+    call = way(model, memory_budget=budget)
+    with warnings_of_roamc() as texts:
+        for _ in range(2):
+            step(call, 1)
+    pieces = roamc.plans()[-2:]
+    assert all(plan.needed_bytes <= budget for plan in pieces)
+    (said,) = (text for text in texts if "together" in text and "hold" in text and "needs" in text)
+    assert re.search(
+        r"'Split( \(graph 2\))?' needs .* while others, which wait .* hold .*: together .*train_step", said
+    )
+    with warnings_of_roamc() as texts:
+        with pytest.raises(Exception, match=r"needs .* while others.* hold .*: together"):
+            way(Split(), memory_budget=budget, strict=True)(noise(ROWS, WIDTH))
+        wide = way(Split(), memory_budget=3 * budget, strict=True)
+        peak = max(measured(model, wide, 1) for _ in range(2))
+    assert not [text for text in texts if "while others" in text]
+    assert peak <= sum(plan.needed_bytes for plan in roamc.plans()[-2:]) <= 3 * budget
+
+
+def test_plans_of_pieces_say_how_many_there_are_and_what_they_need_together() -> None:
+    model = roamc.optimize(Split())
+    peak = [measured(model, model, 1) for _ in range(2)][-1]
+    plans = roamc.plans(model)
+    assert len(plans) == 2
+    for plan in plans:
+        assert "runs in 2 programs and in eager: a budget holds for each program by itself" in str(plan)
+        (bytes_together,) = re.findall(r"needed up to (.*) so far", str(plan))
+        assert peak * 0.95 <= parse_bytes(bytes_together.replace(" ", "")) <= sum(plan.needed_bytes for plan in plans)
+    whole = roamc.optimize(network())
+    step(whole, 1)
+    assert "programs" not in str(roamc.plans(whole)[0])
+
+
+def test_calls_of_two_sizes_that_exceed_a_budget_together_are_named() -> None:
+    model = network()
+    budget = int(1.1 * eager_bytes())
+    call = torch.compile(model, backend="roamc", options={"memory_budget": budget}, dynamic=False)
+    with warnings_of_roamc() as texts:
+        for _ in range(2):
+            outputs = [call(noise(rows, WIDTH)) for rows in (ROWS, ROWS - 64)]
+            torch.stack([output.sum() for output in outputs]).sum().backward()
+    assert len(texts) == 1
+    assert "Run the backward of a call before the next call" in texts[0]
