@@ -129,7 +129,7 @@ class Around:
         notices.warn(self._about, key, f"{message} (options={{'strict': True}} raises)", stacklevel=5)
 
 
-@torch.compiler.disable(reason="roamc.optimize has compiled this module")
+@torch.compiler.disable(reason="roamc.optimize has compiled this module")  # type: ignore[untyped-decorator]
 def apart(around: Around, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call of an optimized module outside of the graph that another backend compiles.
 
