@@ -48,7 +48,7 @@ def checked(
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             traced_by = tracer()
-            if traced_by == compiled_again.OTHER:
+            if traced_by == compiled_again.OTHER and not torch.compiler.is_exporting():
                 return compiled_again.apart(around, compiled, args, kwargs)
             if traced_by or torch.compiler.is_exporting():
                 return compiled(*args, **kwargs)
