@@ -24,10 +24,10 @@ MARKS = $(shell $(BIN)/python -c 'import torch; print("not sweep" if torch.cuda.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all test-processors sweep lint bench clean
+.PHONY: help demo test test-rest test-all test-processors sweep sweep-workspace lint bench clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.ready ## train a small model with and without roamc and print what it saved
 	@$(BIN)/roamc demo
@@ -60,6 +60,9 @@ sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, ran
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_transformers --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_plans
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.torch_road --workers $(WORKERS)
+
+sweep-workspace: $(VENV)/.ready ## bytes that torch's operators take on the heap, beside those counted for them; takes an hour
+	$(BIN)/python -m tests.sweeps.run_workspaces --workers $(WORKERS) $(SAMPLES:%=--samples %) $(ARGS)
 
 lint: $(VENV)/.ready build/types ## ruff, mypy --strict, and the rules on imports and lengths
 	$(BIN)/ruff check .

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roamc import compat
 from roamc.operators import ops
+from roamc.operators.corrections import correct
 from roamc.operators.table import ROWS
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -141,6 +142,27 @@ def functional_of(target: Any) -> Any:
     name, overload = target._schema.name, target._overloadname
     packet = getattr(torch.ops.aten, name.removeprefix("aten::")[:-1], None) if name.endswith("_") else None
     return getattr(packet, overload, None) if packet is not None and overload in packet.overloads() else None
+
+
+def node_of_call(target: Any, call: Call) -> fx.Node:
+    """One call as the node of a graph, with the fake results that a captured graph notes."""
+    mode = compat.FakeTensorMode()
+    graph, placeholders = fx.Graph(), {}
+
+    def placeholder(tensor: Tensor) -> fx.Node:
+        if tensor not in placeholders:
+            placeholders[tensor] = graph.placeholder(f"given_{len(placeholders)}")
+            placeholders[tensor].meta["val"] = mode.from_tensor(tensor)
+        return placeholders[tensor]
+
+    args, kwargs = pytree.tree_map_only(Tensor, placeholder, apart().all_of(call))
+    node = graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    with mode:
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    graph.output((node,))
+    correct(graph)
+    return node
 
 
 def recorded(dtypes: Iterable[torch.dtype], limit: int, wanted: Callable[[str], bool] = lambda _: True) -> Calls:

@@ -42,6 +42,9 @@ OBJECTS: Bytes = 256 << 10
 OBJECTS_SHARE = 96
 """In a small step, :func:`objects` counts one byte for this many bytes of tensors."""
 
+CONVERTS = ("mixed", "pointwise", "strided", "tanh", "root", "exponential", "exponential_backward")
+"""Kinds of operators that convert arguments to the dtype in which they compute."""
+
 VIEW: Bytes = 512
 """Bytes of a tensor object that is a view, as each block of an operand of a group is."""
 
@@ -73,12 +76,13 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
     copied = _copied(call, cost)
     if cost.thread_workspace is not None:
         copied += threads * cost.thread_workspace(call, result)
-    workspace = (cost.eager_workspace if eager else None) or cost.workspace
+    single = cost.single_workspace if threads == 1 else None
+    workspace = (cost.eager_workspace if eager else None) or single or cost.workspace
     if workspace is not None:
         return copied + workspace(call, result)
     if all(tensor.dtype == result.dtype for argument in node.all_input_nodes for _, tensor in tensors_of(argument)):
         return copied
-    converts = not cost.any_dtypes and kind_of(node) in ("mixed", "pointwise", "strided", "tanh", "root")
+    converts = not cost.any_dtypes and kind_of(node) in CONVERTS
     return copied + (_converted(call, result) if converts else 0)
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from roamc import compat
 from roamc.compat import OpOverload
 from roamc.errors import CaptureError
-from roamc.operators.corrections import correct
-from tests.operator_calls import NUMERIC, Call, Recorder, apart, is_plain, recorded, tensors
+from tests.operator_calls import NUMERIC, Call, Recorder, apart, is_plain, node_of_call, recorded, tensors
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,23 +31,7 @@ and a gradient in another order than the mask."""
 
 def noted(target: Any, call: Call) -> Any:
     """The fake results of one call, corrected as those of a captured graph are."""
-    mode = compat.FakeTensorMode()
-    graph, placeholders = fx.Graph(), {}
-
-    def placeholder(tensor: Tensor) -> fx.Node:
-        if tensor not in placeholders:
-            placeholders[tensor] = graph.placeholder(f"given_{len(placeholders)}")
-            placeholders[tensor].meta["val"] = mode.from_tensor(tensor)
-        return placeholders[tensor]
-
-    args, kwargs = pytree.tree_map_only(Tensor, placeholder, apart().all_of(call))
-    node = graph.call_function(target, args, kwargs)
-    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta["val"])
-    with mode:
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
-    graph.output((node,))
-    correct(graph)
-    return node.meta["val"]
+    return node_of_call(target, call).meta["val"]
 
 
 def mismatch(target: Any, call: Call) -> str:

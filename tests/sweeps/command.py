@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,10 @@ def rows_in(log: Path) -> list[Row]:
 
 
 def record(
-    rows: Iterable[tuple[str, dict[str, Any], Row]], log: Path, before: Iterable[Row] = ()
+    rows: Iterable[tuple[str, dict[str, Any], Row]],
+    log: Path,
+    before: Iterable[Row] = (),
+    good: Container[str] = ("same", "left out"),
 ) -> collections.Counter[str]:
     """Write every row to ``log`` as it comes, print those that fail, and count outcomes.
 
@@ -35,6 +38,7 @@ def record(
         rows: name of the case for the printed line, what the log says of the case, and its row.
         log: its folder is made if need be.
         before: rows of an earlier run, which the log begins with; they count.
+        good: outcomes that are not printed.
     """
     counts = collections.Counter(row["outcome"] for row in before)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -44,6 +48,6 @@ def record(
             file.write(json.dumps({**case, **row}) + "\n")
             file.flush()
             counts[row["outcome"]] += 1
-            if row["outcome"] not in ("same", "left out"):
+            if row["outcome"] not in good:
                 print(f"{row['outcome']}: {name}: {row['text']}", flush=True)
     return counts

@@ -38,3 +38,13 @@ def image(tensor: torch.Tensor) -> bool:
 def in_order(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``, of two dimensions or more, is contiguous, or is so with its last two dimensions exchanged."""
     return tensor.is_contiguous() or tensor.mT.is_contiguous()
+
+
+def triangular(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is contiguous, or its matrices of whatever strides lie one after the other without gaps."""
+    step = tensor.shape[-1] * tensor.shape[-2]
+    for dim in range(tensor.dim() - 3, -1, -1):
+        if tensor.stride(dim) != step:
+            return tensor.is_contiguous()
+        step *= tensor.shape[dim]
+    return True

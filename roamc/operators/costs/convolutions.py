@@ -72,7 +72,7 @@ def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) ->
     if image.dtype is not torch.float32:
         return _blocks(result) + (_blocks(image) if pointwise else _packed(image))
     if pointwise:
-        return max(_blocked(image), _blocked(result))
+        return max(_blocks(image), _blocks(result))
     return max(_blocks(result), _packed(image) + _blocks(result) - result.nbytes)
 
 
@@ -120,7 +120,8 @@ def backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
         return 3 * _columns(weight, gradient) // max(1, image.shape[0]) if sums else 0
     of_image = (image.nbytes + gradient.nbytes) // max(1, image.shape[0])
     if weight.shape[-1] > WIDEST:
-        windows, wide = _columns(weight, gradient) // max(1, image.shape[0]), image.dtype is torch.float32
+        pixels, wide = image if call.args[7] else gradient, image.dtype is torch.float32
+        windows = _columns(weight, pixels) // max(1, image.shape[0])
         of_image += windows + 4 * weight.nbytes if wide else windows * 3 // 2 + 2 * 4 * weight.numel()
     if _channels_last(image):
         return SMALL + of_image + _padded_image(call)
@@ -191,8 +192,7 @@ def _gradients(
             _blocks(tensor, BLOCK // 2 if tensor.shape[1] <= BLOCK // 2 else BLOCK) for tensor in (image, gradient)
         )
     if prod(weight.shape[2:]) == 1:
-        form = _blocked if image.dtype is torch.float32 else _blocks
-        return form(image) + form(gradient)
+        return _blocks(image) + _blocks(gradient)
     of_weight = _blocked(image) + _blocks(gradient)
     return max(of_weight, _blocks(image) + _blocks(gradient) - image.nbytes) if of_image else of_weight
 

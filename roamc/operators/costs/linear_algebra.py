@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from roamc.operators.call import Call, rows_of, tensor_at
+from roamc.operators.costs.arguments import in_order
 from roamc.units import Bytes
 
 EXPONENTIAL, EXPONENTIALS = 12, 14
@@ -23,6 +24,9 @@ PIVOT: Bytes = 4
 
 FLAGS: Bytes = 32
 """Bytes of status that are kept for every matrix."""
+
+STATUS: Bytes = 5
+"""Bytes of LAPACK's status for every matrix, and of the flag that it is an error, of operators that raise for it."""
 
 LINES = 48
 """Most rows or columns that LAPACK's buffer has beside whole matrices."""
@@ -55,6 +59,50 @@ def pivots(call: Call, result: torch.Tensor) -> Bytes:
     """
     read = tensor_at(call, 0)
     return rows_of(read) * 2 * PIVOT + _matrices(read) * FLAGS
+
+
+def unpacked(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``lu_unpack``; its first ``result`` is not read.
+
+    It holds two pivots for each row or column of the shorter side, or a copy of the square part of matrices of a batch
+    that are not square.
+    """
+    read = tensor_at(call, 0)
+    short, long = sorted(read.shape[-2:])
+    square = _matrices(read) * short * short * read.itemsize if short < long and read.dim() > 2 else 0
+    return max(square, _matrices(read) * short * 2 * PIVOT)
+
+
+def factored(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``linalg_lu``: factors, pivots and status, and :func:`unpacked`."""
+    read = tensor_at(call, 0)
+    return read.nbytes + _matrices(read) * (min(read.shape[-2:]) * PIVOT + STATUS) + unpacked(call, result)
+
+
+def pivots_checked(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``linalg_lu_solve``: a flag for each pivot. ``result`` is not read."""
+    return tensor_at(call, 1).numel()
+
+
+def solved_by_triangle(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``linalg_solve_triangular`` that gives ``result``.
+
+    It is a copy of the triangular matrices, one for each of the batch, unless they lie in order and none is shared.
+    """
+    triangles = tensor_at(call, 0)
+    if triangles.shape[:-2] == result.shape[:-2] and in_order(triangles):
+        return 0
+    return _matrices(result) * triangles.shape[-1] ** 2 * triangles.itemsize
+
+
+def status(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call that gives ``result`` and raises if LAPACK says so: :data:`STATUS`."""
+    return STATUS * _matrices(result)
+
+
+def copied_result(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call that computes ``result`` elsewhere and copies it, with :func:`status`."""
+    return result.nbytes + status(call, result)
 
 
 def singular(call: Call, result: torch.Tensor) -> Bytes:
@@ -102,9 +150,15 @@ def reflectors(call: Call, result: torch.Tensor) -> Bytes:
     ``result`` is not read.
     """
     read = tensor_at(call, 0)
+    return _matrices(read) * min(read.shape[-2:]) * read.itemsize + householder(call, result)
+
+
+def householder(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes of LAPACK's buffer in a call of ``geqrf``, see :func:`reflectors`; ``result`` is not read."""
+    read = tensor_at(call, 0)
     short, long = sorted(read.shape[-2:])
     lines = max(min(short, 2 * LINES), 3 * min(short, 512) // 8, 3 * short // 16)
-    return _matrices(read) * short * read.itemsize + lines * long * read.itemsize
+    return lines * long * read.itemsize
 
 
 def copied_factor(call: Call, result: torch.Tensor) -> Bytes:

@@ -5,9 +5,11 @@ Each formula takes a call and its first ``result`` and returns bytes.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
-from roamc.operators.call import Call, tensor_at
+from roamc.operators.call import Call, fakes, tensor_at
 from roamc.operators.schemas import argument_of
 from roamc.units import Bytes
 
@@ -17,6 +19,9 @@ INDEX: Bytes = 8
 MEAN, LARGEST = 1, 2
 """Modes of ``_embedding_bag``: means and largest elements."""
 
+FEW_TESTED, FEW_POWER = 10, 0.145
+"""``isin`` compares n elements one by one with fewer test elements than the first number times n to the second."""
+
 SPREAD = 16
 """Rows with one index each are sorted from this many columns on; narrower ones are scattered element by element."""
 
@@ -24,17 +29,32 @@ SPREAD = 16
 def largest_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in a call of ``topk``; its first ``result`` is not read.
 
-    They are a value and an index of 8 bytes each for every element along ``dim``.
+    They are a value and an index of 8 bytes each for every element along ``dim``; 0 for a single row, see
+    :func:`largest`.
     """
-    return 2 * INDEX * _along(call)
+    return 0 if _one_row(call) else 2 * INDEX * _along(call)
+
+
+def largest(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``topk`` of a single row, by one thread; ``result`` is not read."""
+    return 2 * INDEX * _along(call) if _one_row(call) else 0
 
 
 def sorted_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes at most in a call of ``sort``: 8 for every element along ``dim``.
 
-    The call's first ``result`` is not read.
+    They are 0 for a single row, see :func:`in_sequence`. The call's first ``result`` is not read.
     """
-    return INDEX * _along(call)
+    return 0 if _one_row(call) else INDEX * _along(call)
+
+
+def in_sequence(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``sort`` of a single row, by one thread; ``result`` is not read."""
+    return INDEX * _along(call) if _one_row(call) else 0
+
+
+def _one_row(call: Call) -> bool:
+    return tensor_at(call, 0).numel() == _along(call)
 
 
 def _along(call: Call) -> int:
@@ -99,8 +119,17 @@ def median(call: Call, result: torch.Tensor) -> Bytes:
     It is a copy of the argument to sort; 0 if the call has a dimension and the elements along it lie side by side.
     """
     read = tensor_at(call, 0)
-    ordered = len(call.args) > 1 and read.dim() > 0 and read.stride(call.args[1]) == 1
-    return 0 if ordered else read.nbytes
+    if len(call.args) > 1 and read.dim() and 1 in (read.stride(call.args[1]), read.shape[call.args[1]]):
+        return 0
+    return read.nbytes
+
+
+def median_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of ``median`` or ``nanmedian``; ``result`` is not read.
+
+    They are an index for every element along the dimension, if the call has one.
+    """
+    return INDEX * _along(call) if len(call.args) > 1 else 0
 
 
 def scatter_reduce(call: Call, result: torch.Tensor) -> Bytes:
@@ -141,7 +170,22 @@ def index_reduce(call: Call, result: torch.Tensor) -> Bytes:
 def masked_scatter_backward(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``masked_scatter_backward``.
 
-    It holds the mask as integers of 8 bytes, and their running sums. The number is that of several threads: one thread
-    alone takes up to three times these bytes. The call's first ``result`` is not read.
+    It holds the mask, in the shape of the gradient, as integers of 8 bytes, and their running sums; the gradients that
+    it picks are there when these are gone. The call's first ``result`` is not read.
     """
-    return 2 * INDEX * tensor_at(call, 1).numel()
+    return 2 * INDEX * prod(torch.broadcast_shapes(*(tensor_at(call, at).shape for at in (0, 1))))
+
+
+def is_in(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``isin`` that gives ``result``, at the upper end.
+
+    It is 0 for few test elements. For many, elements and test elements are sorted, those that occur several times once:
+    how many there are cannot be known before.
+    """
+    if not all(isinstance(value, torch.Tensor) for value in fakes(call.args[:2])):
+        return 0
+    read, tested = tensor_at(call, 0), tensor_at(call, 1)
+    if tested.numel() < FEW_TESTED * max(1, read.numel()) ** FEW_POWER:
+        return 0
+    both, size = read.numel() + tested.numel(), read.itemsize
+    return read.numel() * (size + INDEX) + tested.numel() * size + both * (2 * size + 2 * INDEX)

@@ -12,7 +12,6 @@ from math import prod
 import torch
 
 from roamc.operators.call import Call, rows_of, tensor_at
-from roamc.operators.costs.arguments import channels_last
 from roamc.operators.counter import PIECE, PIECE_BYTES
 from roamc.operators.kernels import piece_elements
 from roamc.operators.scores import BYTES_OF_A_LABEL
@@ -46,16 +45,6 @@ def piece_of_a_mask(call: Call, result: torch.Tensor) -> Bytes:
 def labels(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``label_scores`` or ``nll_of_scores``; ``result`` is not read."""
     return BYTES_OF_A_LABEL * tensor_at(call, 1).numel()
-
-
-def batch_norm_backward(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``native_batch_norm_backward``; its first ``result`` is not read.
-
-    It is a copy of the gradient, in float32 if the gradient has half precision and other strides than the image.
-    """
-    gradient, image = tensor_at(call, 0), tensor_at(call, 1)
-    alike = gradient.itemsize != 2 or gradient.stride() == image.stride()
-    return gradient.nbytes if alike else 4 * gradient.numel()
 
 
 def summed(call: Call, result: torch.Tensor) -> Bytes:
@@ -168,11 +157,11 @@ def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
 def logits_loss(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``binary_cross_entropy_with_logits``.
 
-    It is two tensors like the argument in float32; three if the argument is not contiguous. The call's first
-    ``result`` is not read.
+    It is two tensors like the argument in float32, without a reduction one; one more if the argument is not contiguous.
+    The call's first ``result`` is not read.
     """
-    read = tensor_at(call, 0)
-    return (8 if read.is_contiguous() else 12) * read.numel()
+    read, reduced = tensor_at(call, 0), len(call.args) < 5 or call.args[4] != 0
+    return 4 * (1 + reduced + (not read.is_contiguous())) * read.numel()
 
 
 def half_in_float32(call: Call, result: torch.Tensor) -> Bytes:
@@ -211,23 +200,6 @@ def losses_behind(call: Call, result: torch.Tensor) -> Bytes:
     return half_in_float32(call, read) if result.numel() < read.numel() else 0
 
 
-def norm_backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``native_layer_norm_backward``.
-
-    They are the thread's sums of the gradients of weight and bias; 0 if neither gradient is asked for. The call's first
-    ``result`` is not read.
-    """
-    return 2 * prod(call.args[2]) * tensor_at(call, 1).itemsize if any(call.args[7][1:]) else 0
-
-
-def image_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of an upsampling's backward that gives ``result``.
-
-    They are an image of ``result`` in float32, if ``result`` lies channels last in half precision; else 0.
-    """
-    return 4 * result.numel() // max(1, result.shape[0]) if result.itemsize == 2 and channels_last(result) else 0
-
-
 def rolled(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``roll`` that gives ``result``.
 
@@ -255,11 +227,20 @@ def kth_value(call: Call, result: torch.Tensor) -> Bytes:
     return read.numel() * (read.itemsize + 8)
 
 
-def rms_norm(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_fused_rms_norm``; its first ``result`` is not read.
+def margins_backward(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``soft_margin_loss_backward``: three tensors like its ``result``.
 
-    It is the squares of the argument in float32. For dtypes of another size, such as half precision, it is two and a
-    half times as much.
+    They are gone before there is a result, so that only two are beside it.
     """
+    return 2 * result.nbytes
+
+
+def powers_of_two(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``ldexp`` that gives ``result``: the powers of two."""
+    return tensor_at(call, 1).numel() * result.itemsize
+
+
+def magnitudes(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``isinf``: the magnitudes of its argument. ``result`` is not read."""
     read = tensor_at(call, 0)
-    return read.numel() * (4 if read.itemsize == 4 else 10)
+    return read.nbytes if read.is_floating_point() else 0

@@ -8,10 +8,14 @@ take nothing, for they are MKL's, but for those that roamc gives to oneDNN.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
+
 import torch
 
+from roamc.compat import identity
 from roamc.operators.aligned import copied_bytes
-from roamc.operators.call import Call, fakes, tensors_in
+from roamc.operators.call import Call, fakes, tensor_at, tensors_in
 from roamc.operators.costs.arguments import in_order, matrix
 from roamc.units import Bytes, rounded_up
 
@@ -124,3 +128,81 @@ def aligned(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes of the copies in a product by roamc's operators for rows that are not aligned."""
     first, second = _factors(call)
     return copied_bytes(first, second, result)
+
+
+def trilinear(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_trilinear`` beside each thread's; its ``result`` is not read.
+
+    torch takes one index of the unrolled dimension after the other: two batched products, of which the second reads
+    the result of the first. Each copies its factors unless they lie in its order.
+    """
+    first, second = _pairs(call)
+    one = first.copied + first.product.nbytes + shared_bytes(first.left, first.right, first.product)
+    two = second.copied + second.product.nbytes + shared_bytes(second.left, second.right, second.product)
+    return max(one, first.product.nbytes + two)
+
+
+def trilinear_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of ``_trilinear``; its ``result`` is not read."""
+    return max(thread_bytes(pair.left, pair.right, pair.product) for pair in _pairs(call))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One batched product ``left [b, i, k] @ right [b, k, j]`` of tensors on the meta device.
+
+    Attributes:
+        left, right: the factors as the product reads them.
+        product: the result, ``[b, i, j]`` in the dimensions of the factors before they were put in order.
+        copied: bytes of copies and sums of the factors.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    product: torch.Tensor
+    copied: Bytes
+
+
+def _pairs(call: Call) -> tuple[_Pair, _Pair]:
+    """Return the two products for one index of the unrolled dimension of a call of ``_trilinear``."""
+    tensors, expanded = [tensor_at(call, at) for at in range(3)], call.args[3:6]
+    unrolled = call.args[7] if len(call.args) > 7 else 1
+    operands = []
+    for tensor, dims in zip(tensors, expanded, strict=True):
+        operand = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        for dim in sorted(dims):
+            operand = operand.unsqueeze(dim)
+        operands.append(operand.narrow(unrolled, 0, 1))
+    first = _pair(operands[0], operands[1], [dim for dim in call.args[6] if dim in expanded[2]])
+    return first, _pair(first.product, operands[2], [dim for dim in call.args[6] if dim not in expanded[2]])
+
+
+def _pair(left: torch.Tensor, right: torch.Tensor, summed: list[int]) -> _Pair:
+    """Return the product of two tensors of one rank, summed over ``summed``, with size 1 in these dimensions."""
+    if not summed:
+        return _Pair(left[None, None], right[None, None], left * right, 0)
+    copied: Bytes = 0
+    for dim in summed:
+        if left.shape[dim] != 1 and right.shape[dim] == 1:
+            left = left.sum(dim, keepdim=True)
+            copied += left.nbytes
+        elif right.shape[dim] != 1 and left.shape[dim] == 1:
+            right = right.sum(dim, keepdim=True)
+            copied += right.nbytes
+    kept = [dim for dim in range(left.dim()) if dim not in summed]
+    both = [dim for dim in kept if left.shape[dim] != 1 and right.shape[dim] != 1]
+    own = [dim for dim in kept if left.shape[dim] != 1 and right.shape[dim] == 1]
+    others = [dim for dim in kept if left.shape[dim] == 1]
+    batch, rows = (prod(left.shape[dim] for dim in dims) for dims in (both, own))
+    depth, columns = (prod(right.shape[dim] for dim in dims) for dims in (summed, others))
+    factors = (
+        left.permute(*both, *own, *summed, *others).reshape(batch, rows, depth),
+        right.permute(*both, *summed, *others, *own).reshape(batch, depth, columns),
+    )
+    wholes = zip(factors, (left, right), strict=True)
+    copied += sum(factor.nbytes for factor, whole in wholes if identity(factor) != identity(whole))
+    product = torch.bmm(*factors)
+    sizes = [1 if dim in summed else max(left.shape[dim], right.shape[dim]) for dim in range(left.dim())]
+    order = [*both, *own, *summed, *others]
+    placed = product.view([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(left.dim())])
+    return _Pair(*factors, placed, copied)

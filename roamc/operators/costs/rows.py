@@ -11,13 +11,15 @@ from roamc.operators.costs import (
     convolutions,
     flops,
     gpu,
+    images,
     linear_algebra,
     lookups,
+    norms,
     others,
     products,
     softmax,
 )
-from roamc.operators.costs.arguments import image, in_order, matrix, plain
+from roamc.operators.costs.arguments import image, matrix, plain, triangular
 from roamc.operators.costs.cost import Cost, FlopFormula, Ordered
 from roamc.operators.costs.kinds import COLLECTIVE, FREE
 
@@ -83,6 +85,7 @@ ROWS: dict[str, Cost] = {
     "roamc::aligned_addmm": Cost("matmul", flops.product_and_sum, workspace=products.aligned, buffers=products.aligned),
     "roamc::padded_mm": Cost("matmul", flops.product),
     "roamc::padded_addmm": Cost("matmul", flops.product_and_sum),
+    "_trilinear": Cost(workspace=products.trilinear, thread_workspace=products.trilinear_per_thread),
     "addbmm": Cost("batched_matmul", flops.product_and_sum),
     "matmul": Cost("batched_matmul", flops.product),
     **{f"_scaled_dot_product_{kernel}_attention": _ATTENTION for kernel in ("flash", "efficient", "cudnn")},
@@ -119,7 +122,7 @@ ROWS: dict[str, Cost] = {
     **dict.fromkeys(("where", "masked_fill"), _COPY),
     "copy": Cost("pointwise", any_dtypes=True, unread=(0,)),
     **dict.fromkeys(("clone", "_to_copy", "roamc::padded_rows", "lift_fresh_copy", "detach_copy", "alias_copy"), _COPY),
-    **dict.fromkeys(("tril", "triu"), Cost("pointwise", read_as={0: in_order})),
+    **dict.fromkeys(("tril", "triu"), Cost("pointwise", read_as={0: triangular})),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _LOSS),
     "pow": Cost("tanh", exponent=1),
     "log_sigmoid_forward": Cost("exponential", read_as={0: plain}),
@@ -127,6 +130,9 @@ ROWS: dict[str, Cost] = {
         ("binary_cross_entropy", "soft_margin_loss"),
         Cost("exponential", workspace=others.losses, eager_workspace=others.losses_behind),
     ),
+    "soft_margin_loss_backward": Cost("exponential_backward", workspace=others.margins_backward),
+    "isinf": Cost("pointwise", workspace=others.magnitudes),
+    "ldexp": Cost(workspace=others.powers_of_two),
     "binary_cross_entropy_with_logits": Cost("exponential", workspace=others.logits_loss),
     # In another order than memory's.
     "roll": Cost("strided", workspace=others.rolled),
@@ -160,16 +166,35 @@ ROWS: dict[str, Cost] = {
     "logsumexp": Cost("softmax", workspace=others.first_again),
     "native_layer_norm": Cost("norm", read_as={0: plain}),
     "native_layer_norm_backward": Cost(
-        "norm_backward", read_as={0: plain, 1: plain}, thread_workspace=others.norm_backward_per_thread
+        "norm_backward", read_as={0: plain, 1: plain}, thread_workspace=norms.layer_norm_backward_per_thread
     ),
-    "_fused_rms_norm": Cost("norm", workspace=others.rms_norm),
-    "native_batch_norm_backward": Cost("batch_norm_backward", workspace=others.batch_norm_backward),
+    "_fused_rms_norm": Cost("norm", workspace=norms.rms_norm),
+    **dict.fromkeys(
+        (
+            *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+            *("_native_batch_norm_legit_no_training", "_batch_norm_with_update", "_batch_norm_with_update_functional"),
+            "_batch_norm_no_update",
+        ),
+        Cost("batch_norm", workspace=norms.batch_norm, thread_workspace=norms.batch_norm_per_thread),
+    ),
+    **dict.fromkeys(
+        ("native_batch_norm_backward", "batch_norm_backward"),
+        Cost("batch_norm_backward", workspace=norms.batch_norm_backward),
+    ),
+    "native_group_norm": Cost("norm", workspace=norms.group_norm, thread_workspace=norms.group_norm_per_thread),
+    "native_group_norm_backward": Cost(
+        "norm_backward",
+        workspace=norms.group_norm_backward,
+        thread_workspace=norms.group_norm_backward_per_thread,
+    ),
     "sum": Cost("reduction", workspace=others.summed, buffers=gpu.staged_sums),
     "mean": Cost("reduction", workspace=others.averaged, buffers=gpu.staged_sums),
     **dict.fromkeys(("prod", "linalg_vector_norm", "nansum"), _REDUCTION),
     **dict.fromkeys(("cumsum", "cumprod"), Cost("scan", workspace=others.cast_to_result)),
-    "median": Cost("reduction", workspace=lookups.median),
-    "nanmedian": Cost(workspace=lookups.median),
+    **dict.fromkeys(
+        ("median", "nanmedian"),
+        Cost("reduction", workspace=lookups.median, thread_workspace=lookups.median_per_thread),
+    ),
     "kthvalue": Cost("scan", workspace=others.kth_value),
     # By index.
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), Cost("reduction", picks_from=0, read_as={0: plain})),
@@ -190,8 +215,9 @@ ROWS: dict[str, Cost] = {
     "index_reduce": Cost("scatter", workspace=lookups.index_reduce),
     "masked_scatter": Cost("scatter", read_as={2: plain}),
     "index_add": Cost("scatter", workspace=lookups.index_add),
-    "topk": Cost("scan", thread_workspace=lookups.largest_per_thread),
-    "sort": Cost("scan", thread_workspace=lookups.sorted_per_thread),
+    "topk": Cost("scan", workspace=lookups.largest, thread_workspace=lookups.largest_per_thread),
+    "sort": Cost("scan", workspace=lookups.in_sequence, thread_workspace=lookups.sorted_per_thread),
+    "isin": Cost("pointwise", workspace=lookups.is_in),
     "masked_scatter_backward": Cost("scatter", workspace=lookups.masked_scatter_backward),
     # Pooling.
     **dict.fromkeys(
@@ -201,11 +227,25 @@ ROWS: dict[str, Cost] = {
     **dict.fromkeys(("avg_pool2d_backward", "_adaptive_avg_pool2d_backward"), Cost("pool_backward", like_first=True)),
     **{
         f"upsample_{kind}2d_backward": Cost(
-            "pool_backward", read_as={0: image}, thread_workspace=others.image_per_thread
+            "pool_backward", read_as={0: image}, thread_workspace=images.image_per_thread
         )
         for kind in ("nearest", "bilinear", "bicubic")
     },
+    **dict.fromkeys(
+        (
+            *(f"upsample_nearest{rank}d" for rank in (1, 2, 3)),
+            *(f"_upsample_nearest_exact{rank}d" for rank in (1, 2, 3)),
+            *("upsample_linear1d", "upsample_bicubic2d", "upsample_trilinear3d"),
+        ),
+        Cost("pool", workspace=images.resized),
+    ),
+    "upsample_bilinear2d": Cost("pool", workspace=images.resized, single_workspace=images.resized_by_one),
+    **{
+        f"_upsample_{method}2d_aa": Cost("pool", workspace=images.resized_smoothly)
+        for method in ("bilinear", "bicubic", "lanczos")
+    },
     "col2im": Cost("pool_backward", read_as={0: plain}),
+    "unfold_backward": Cost("strided", workspace=images.windows_added),
     # Transforms, distances, linear algebra.
     **dict.fromkeys(("_fft_r2c", "_fft_c2c"), Cost(workspace=others.fourier)),
     "_fft_c2r": Cost(workspace=others.fourier_to_real),
@@ -219,7 +259,14 @@ ROWS: dict[str, Cost] = {
     "_linalg_eigh": Cost(workspace=linear_algebra.eigen),
     **dict.fromkeys(("linalg_qr", "linalg_householder_product"), _FACTORS),
     "cholesky_solve": Cost(workspace=linear_algebra.copied_factor),
-    **dict.fromkeys(("_linalg_det", "_linalg_slogdet", "lu_unpack"), _PIVOTS),
+    **dict.fromkeys(("_linalg_det", "_linalg_slogdet"), _PIVOTS),
+    "lu_unpack": Cost(workspace=linear_algebra.unpacked),
+    "linalg_lu": Cost(workspace=linear_algebra.factored),
+    "linalg_lu_solve": Cost(workspace=linear_algebra.pivots_checked),
+    "linalg_solve_triangular": Cost(workspace=linear_algebra.solved_by_triangle),
+    "geqrf": Cost(workspace=linear_algebra.householder),
+    "cholesky": Cost(workspace=linear_algebra.copied_result, eager_workspace=linear_algebra.status),
+    "cholesky_inverse": Cost(workspace=linear_algebra.status),
 }
 """Operator to its row, where more is known than its kind."""
 
@@ -239,39 +286,34 @@ KIND_ALONE: dict[str, str] = {
     "pointwise": "arange linspace scalar_tensor zeros ones full eye hardtanh_backward hardswish_backward "
     "hardsigmoid_backward leaky_relu_backward threshold_backward rrelu_with_noise_backward prelu _prelu_kernel "
     "_prelu_kernel_backward softshrink_backward hardshrink_backward nan_to_num glu glu_backward addcmul addcdiv lerp "
-    "isin bucketize searchsorted slice_backward select_backward slice_scatter select_scatter diagonal_scatter "
+    "bucketize searchsorted slice_backward select_backward slice_scatter select_scatter diagonal_scatter "
     "as_strided_scatter diagonal_backward _fused_adam _fused_adamw _fused_sgd mse_loss_backward l1_loss "
     "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward roamc::own_part roamc::own_classes "
     "roamc::own_indices roamc::own_seeds",
     "concatenation": "cat stack constant_pad_nd split_with_sizes_copy",
     "strided": "repeat flip repeat_interleave pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad3d "
-    "replication_pad1d replication_pad3d unfold_backward as_strided_copy permute_copy transpose_copy t_copy "
+    "replication_pad1d replication_pad3d as_strided_copy permute_copy transpose_copy t_copy "
     "expand_copy view_copy _unsafe_masked_index unfold_copy",
     "root": "sqrt rsqrt hypot",
     "exponential": "exp exp2 expm1 log log2 log10 log1p erf erfc sigmoid silu gelu softplus elu celu selu logaddexp "
     "logit logit_backward",
-    "exponential_backward": "silu_backward gelu_backward softplus_backward elu_backward log_sigmoid_backward "
-    "soft_margin_loss_backward",
+    "exponential_backward": "silu_backward gelu_backward softplus_backward elu_backward log_sigmoid_backward",
     "tanh": "tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh mish mish_backward lgamma digamma "
     "erfinv igamma igammac polygamma xlogy special_erfcx special_i0 special_i1",
     "random": "_fused_dropout rand randn randint randperm cauchy log_normal geometric poisson rrelu_with_noise "
     "normal_functional alpha_dropout roamc::draw_seeds",
     "softmax": "logcumsumexp",
-    "norm": "native_group_norm rms_norm layer_norm",
-    "norm_backward": "native_group_norm_backward _fused_rms_norm_backward",
-    "batch_norm": "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
-    "_native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_with_update "
-    "_batch_norm_with_update_functional miopen_batch_norm _batch_norm_no_update batch_norm_stats",
-    "batch_norm_backward": "cudnn_batch_norm_backward batch_norm_backward miopen_batch_norm_backward",
+    "norm": "rms_norm layer_norm",
+    "norm_backward": "_fused_rms_norm_backward",
+    "batch_norm": "cudnn_batch_norm miopen_batch_norm batch_norm_stats",
+    "batch_norm_backward": "cudnn_batch_norm_backward miopen_batch_norm_backward",
     "reduction": "amax amin max min aminmax argmax argmin any all var std var_mean std_mean norm count_nonzero "
     "_foreach_norm equal _weight_norm_interface trace cdist",
     "gather": "take_along_dim masked_select",
     "scatter": "index_put _index_put_impl _unsafe_index_put index_copy index_fill nll_loss2d_backward "
     "_unsafe_masked_index_put_accumulate put one_hot",
     "pool": "max_pool3d_with_indices avg_pool1d avg_pool3d _adaptive_avg_pool3d adaptive_max_pool2d "
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
-    "upsample_linear1d upsample_trilinear3d _upsample_bilinear2d_aa grid_sampler_2d grid_sampler_3d "
-    "fractional_max_pool2d max_pool2d",
+    "grid_sampler_2d grid_sampler_3d fractional_max_pool2d max_pool2d",
     "pool_backward": "max_pool3d_with_indices_backward avg_pool3d_backward _adaptive_avg_pool3d_backward "
     "adaptive_max_pool2d_backward upsample_nearest1d_backward upsample_nearest3d_backward upsample_linear1d_backward "
     "upsample_trilinear3d_backward grid_sampler_2d_backward grid_sampler_3d_backward",

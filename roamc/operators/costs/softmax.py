@@ -1,9 +1,9 @@
-"""Workspace of softmax on a CPU in half precision: what each thread takes to compute in float32.
+"""Workspace of softmax on a CPU: what each thread takes, in half precision to compute in float32.
 
-Along the last dimension softmax takes one row, and its like nothing. Along another, torch takes as many neighbouring
-rows together as fit a buffer of :data:`TOGETHER` elements, at least :data:`FEWEST`; softmax itself takes
-:data:`VECTORS`. Measured with torch 2.13 on a
-machine with AVX-512, with 8 to 50,000 elements in a row: exact, but for some hundred bytes.
+Along the last dimension softmax takes one row in half precision, and its logarithm two numbers for each of the rows
+that it takes together. Along another, torch takes as many neighbouring rows together as fit :data:`TOGETHER` bytes, at
+least :data:`FEWEST`; softmax itself takes :data:`VECTORS`. Measured with torch 2.13 on machines with AVX2 and AVX-512,
+with 8 to 50,000 elements in a row: exact, but for some hundred bytes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from math import prod
 
 import torch
 
-from roamc.operators.call import Call, tensor_at
+from roamc.operators.call import Call, rows_of, tensor_at
 from roamc.units import Bytes
 
-TOGETHER = 1 << 16
-"""Elements in one buffer."""
+TOGETHER: Bytes = 1 << 17
+"""Bytes of the neighbouring rows that are computed together, in the dtype of the call."""
+
+LAST = 1 << 13
+"""Elements of the rows along the last dimension that the logarithm computes together."""
 
 FEWEST = 32
 """Rows that are computed together at least; more are a multiple of it."""
@@ -30,48 +33,60 @@ def softmax_per_thread(call: Call, result: torch.Tensor) -> Bytes:
 
     In half precision they are :data:`VECTORS` rows in float32, along the last dimension one row; in other dtypes 0.
     """
+    if result.itemsize != 2 or not result.dim():
+        return 0
     row, _ = _row(result, call.args[1])
-    if result.itemsize == 2 and result.dim() and not row:
-        return 4 * result.shape[-1]
-    return 4 * VECTORS * row
+    return 4 * VECTORS * row if row else 4 * result.shape[-1]
 
 
 def log_softmax_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``_log_softmax`` in half precision.
+    """Return the bytes that each thread takes in a call of ``_log_softmax`` that gives ``result``.
 
-    The call's result is ``result``. They are a buffer of neighbouring rows in float32, and the largest element and the
-    sum of every row. Along the last dimension and in other dtypes they are 0.
+    They are the largest element and the sum of every row that it computes together, and in half precision, but for rows
+    along the last dimension, these rows in float32.
     """
     row, rows = _row(result, call.args[1])
-    return 4 * _together(row, rows) * (row + 2)
+    if row:
+        return _element(result) * _together(row, rows, result) * ((row if result.itemsize == 2 else 0) + 2)
+    last = result.shape[-1] if result.dim() else 1
+    return 2 * _element(result) * min(rows_of(result) if result.dim() else 1, max(1, LAST // max(1, last)))
 
 
 def softmax_backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``_softmax_backward_data`` in half precision.
+    """Return the bytes that each thread takes in a call of ``_softmax_backward_data``; its ``result`` is not read.
 
-    They are two buffers of neighbouring rows in float32, for gradient and result, and the sum of every row. Along the
-    last dimension and in other dtypes they are 0. The call's ``result`` is not read.
+    They are the sum of every row that it computes together, and in half precision two buffers of these rows in float32,
+    for gradient and result. Along the last dimension they are 0.
     """
-    row, rows = _row(tensor_at(call, 1), call.args[2])
-    return 4 * _together(row, rows) * (2 * row + 1)
+    return _backward_per_thread(call, 2)
 
 
 def log_softmax_backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``_log_softmax_backward_data`` in half precision.
+    """Return the bytes that each thread takes in a call of ``_log_softmax_backward_data``; ``result`` is not read.
 
-    They are a buffer of neighbouring rows in float32, and the sum of every row. Along the last dimension and in other
-    dtypes they are 0. The call's ``result`` is not read.
+    They are the sum of every row that it computes together, and in half precision a buffer of these rows in float32.
+    Along the last dimension they are 0.
     """
-    row, rows = _row(tensor_at(call, 1), call.args[2])
-    return 4 * _together(row, rows) * (row + 1)
+    return _backward_per_thread(call, 1)
+
+
+def _backward_per_thread(call: Call, buffers: int) -> Bytes:
+    tensor = tensor_at(call, 1)
+    row, rows = _row(tensor, call.args[2])
+    return _element(tensor) * _together(row, rows, tensor) * ((buffers * row if tensor.itemsize == 2 else 0) + 1)
+
+
+def _element(tensor: torch.Tensor) -> Bytes:
+    return max(4, tensor.itemsize)
 
 
 def _row(tensor: torch.Tensor, dim: int) -> tuple[int, int]:
-    """Return the elements of a row along ``dim`` and how many rows lie side by side; (0, 0) if nothing is taken."""
-    if tensor.itemsize != 2 or not tensor.dim() or dim % tensor.dim() == tensor.dim() - 1:
+    """Return the elements of a row along ``dim``, and how many rows lie side by side; (0, 0) along the last one."""
+    if not tensor.dim() or dim % tensor.dim() == tensor.dim() - 1:
         return 0, 0
     return tensor.shape[dim], prod(tensor.shape[dim % tensor.dim() + 1 :])
 
 
-def _together(row: int, rows: int) -> int:
-    return min(rows, max(FEWEST, TOGETHER // max(1, row) // FEWEST * FEWEST))
+def _together(row: int, rows: int, tensor: torch.Tensor) -> int:
+    """Return the number of rows that are computed together."""
+    return min(rows, max(FEWEST, TOGETHER // tensor.itemsize // max(1, row) // FEWEST * FEWEST))

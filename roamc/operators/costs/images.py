@@ -1,0 +1,100 @@
+"""Workspace of operators that resize images or take windows of them on a CPU, as ATen's kernels of torch 2.13 take it.
+
+Each formula takes a call and its first ``result`` and returns bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+from roamc.operators.call import Call, tensor_at
+from roamc.operators.costs.arguments import channels_last
+from roamc.operators.schemas import stem
+from roamc.units import Bytes
+
+INDEX: Bytes = 8
+"""Bytes of the place of a pixel that is read."""
+
+SMALL = 128
+"""Height and width together up to which results are computed channels last, whatever they lie like."""
+
+FEW = 3
+"""Channels up to which images that lie channels last are not computed so if their results are large."""
+
+READ = {"nearest": 1, "linear": 2, "bilinear": 2, "trilinear": 2, "bicubic": 4, "lanczos": 6}
+"""Method to the pixels that are read for one of the result, along each dimension."""
+
+
+def resized(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of an upsampling that gives ``result``.
+
+    Small results, and those of images that lie channels last, are computed channels last: image and result are copied
+    if they do not lie so. Else it is place and weight of every pixel read, for each row, column and plane.
+    """
+    image = tensor_at(call, 0)
+    if _computed_channels_last(call, image, result):
+        return _copies(image, result)
+    return sum(size * _read(call) * (INDEX + result.itemsize) for size in result.shape[2:])
+
+
+def resized_by_one(call: Call, result: torch.Tensor) -> Bytes:
+    """Return what :func:`resized` does, for one thread: it computes ``bilinear2d`` channels last, whatever its size."""
+    return _copies(tensor_at(call, 0), result)
+
+
+def _copies(*images: torch.Tensor) -> Bytes:
+    """Bytes of ``images`` that do not lie channels last."""
+    return sum(image.nbytes for image in images if not _is_channels_last(image))
+
+
+def _computed_channels_last(call: Call, image: torch.Tensor, result: torch.Tensor) -> bool:
+    if image.dim() < 4 or "cubic" in stem(call.target):
+        return False
+    small = image.dim() == 4 and sum(result.shape[2:]) <= SMALL
+    return small or (_is_channels_last(image) and image.shape[1] > FEW)
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=form)
+
+
+def _read(call: Call) -> int:
+    name = stem(call.target)
+    return max((count for method, count in READ.items() if method in name), default=1)
+
+
+def resized_smoothly(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of an upsampling with antialiasing that gives ``result``.
+
+    It is the image with the result's width, if it has another, and place and weight of every pixel read, for each row
+    and column.
+    """
+    image = tensor_at(call, 0)
+    between = 0
+    if image.shape[-1] != result.shape[-1]:
+        between = prod(image.shape[:-1]) * result.shape[-1] * image.itemsize
+    return between + sum(_weights(call, image, result))
+
+
+def _weights(call: Call, image: torch.Tensor, result: torch.Tensor) -> Iterator[Bytes]:
+    for before, after in zip(image.shape[2:], result.shape[2:], strict=True):
+        reach = max(1.0, before / max(1, after)) * _read(call) / 2
+        yield after * ((2 * math.ceil(reach) + 1) * result.itemsize + 4 * INDEX)
+
+
+def image_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of an upsampling's backward that gives ``result``.
+
+    They are an image of ``result`` in float32, if ``result`` lies channels last in half precision; else 0.
+    """
+    return 4 * result.numel() // max(1, result.shape[0]) if result.itemsize == 2 and channels_last(result) else 0
+
+
+def windows_added(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``unfold_backward`` that gives ``result``: places along ``dim``."""
+    return INDEX * result.shape[call.args[2]] if result.dim() else 0
