@@ -43,8 +43,8 @@ NEAR = 64 << 10
 SHARE = 1.25
 """What is counted may be this many times what is measured."""
 
-OBJECTS = 16 << 10
-"""Bytes of tensor objects and the like during one call, which :func:`roamc.cost.objects` counts for a step."""
+OBJECTS = 32 << 10
+"""Bytes of tensor objects during one call, and of oneDNN's, which :func:`roamc.cost.objects` counts for a step."""
 
 LARGEST = 32 << 20
 """Bytes of results above which a call is not made."""
@@ -65,7 +65,12 @@ BOUNDED = {
     "aten.linalg_matrix_exp.default": "large numbers are squared often",
     "aten.isin.Tensor_Tensor": "depends on how many elements are equal",
     "aten.masked_scatter_backward.default": "depends on how much the mask picks",
+    "aten.scatter_reduce.two": "a mean that leaves out what was there takes less",
+    "aten.native_dropout_backward.default": "a piece of the mask is converted if the result lies over the gradient",
     "aten.geqrf.default": "MKL chooses its block by processor and threads",
+    "aten._linalg_svd.default": "as geqrf",
+    "aten.linalg_pinv.atol_rtol_tensor": "as geqrf",
+    "aten.ormqr.default": "as geqrf",
     "aten.linalg_qr.default": "as geqrf",
     "aten.linalg_householder_product.default": "as geqrf",
 }

@@ -10,7 +10,7 @@ import torch
 
 from roamc.operators.call import Call, rows_of, tensor_at
 from roamc.operators.costs.arguments import in_order
-from roamc.units import Bytes
+from roamc.units import Bytes, rounded_up
 
 EXPONENTIAL, EXPONENTIALS = 12, 14
 """Workspace of ``matrix_exp`` in sizes of its argument, for one matrix and for a batch.
@@ -30,6 +30,15 @@ STATUS: Bytes = 5
 
 LINES = 48
 """Most rows or columns that LAPACK's buffer has beside whole matrices."""
+
+EIGEN_LINES = 400
+"""Lines of LAPACK's buffer for eigenvectors of a matrix that is not symmetric."""
+
+BLOCK = 64
+"""Most reflectors that LAPACK applies together."""
+
+SQUARED = 16
+"""Lines of the longer side that LAPACK's buffer has at least where several threads make reflectors."""
 
 TALL = 11 / 6
 """Matrices whose longer side is more than this many times the shorter are made square first."""
@@ -59,6 +68,11 @@ def pivots(call: Call, result: torch.Tensor) -> Bytes:
     """
     read = tensor_at(call, 0)
     return rows_of(read) * 2 * PIVOT + _matrices(read) * FLAGS
+
+
+def factored_symmetric(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes of LAPACK's buffer for one matrix in a call of ``linalg_ldl_factor_ex``: of ``result``."""
+    return LINES * result.shape[-1] * result.itemsize
 
 
 def unpacked(call: Call, result: torch.Tensor) -> Bytes:
@@ -109,7 +123,7 @@ def singular(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``_linalg_svd``; its first ``result`` is not read.
 
     It holds a copy of the argument, and LAPACK's buffer for one matrix. With vectors the buffer holds three squares of
-    the shorter side, or four if the matrix is made square first.
+    the shorter side, or four if the matrix is made square first, which takes some lines of the longer side.
     """
     read = tensor_at(call, 0)
     full = call.args[1] if len(call.args) > 1 else False
@@ -117,8 +131,8 @@ def singular(call: Call, result: torch.Tensor) -> Bytes:
     short, long = sorted(read.shape[-2:])
     tall = long > TALL * short
     buffer = LINES * short + (short * short * (4 if tall else 3) if vectors else 0)
-    if full and vectors and tall:
-        buffer += 3 * LINES * long
+    if tall:
+        buffer += (3 * LINES if full and vectors else SQUARED) * long
     return read.nbytes + buffer * read.itemsize
 
 
@@ -127,9 +141,10 @@ def pseudo_inverse(call: Call, result: torch.Tensor) -> Bytes:
 
     It holds singular vectors, products of them, and LAPACK's buffer.
     """
-    short = min(result.shape[-2:])
+    short, long = sorted(result.shape[-2:])
     squares = _matrices(result) * short * short * result.itemsize
-    first = result.nbytes + (LINES + 4 * short) * short * result.itemsize
+    tall = SQUARED * long if long > TALL * short else 0
+    first = result.nbytes + ((LINES + 4 * short) * short + tall) * result.itemsize
     return squares + max(first, 2 * result.nbytes) + 3 * squares // max(1, short)
 
 
@@ -142,12 +157,27 @@ def eigen(call: Call, result: torch.Tensor) -> Bytes:
     return (2 * side + LINES) * side * tensor_at(call, 0).itemsize
 
 
+def eigen_general(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``linalg_eig`` that gives the values as ``result`` first.
+
+    It is a copy of the argument, the vectors as LAPACK gives them, the parts of the values, and LAPACK's buffer.
+    """
+    read = tensor_at(call, 0)
+    return 2 * read.nbytes + result.nbytes + EIGEN_LINES * read.shape[-1] * read.itemsize
+
+
+def eigen_values(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``linalg_eigvals``, as :func:`eigen_general` without vectors."""
+    read = tensor_at(call, 0)
+    return read.nbytes + result.nbytes + LINES * read.shape[-1] * read.itemsize
+
+
 def reflectors(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``linalg_qr`` or ``linalg_householder_product``.
 
     It is a factor for each row or column of the shorter side, and LAPACK's buffer for one matrix: 3/8 of its longer
-    sides up to 192, then 3/16, and 96 at least if there are so many. One thread alone takes a third. The call's first
-    ``result`` is not read.
+    sides up to 192, then 3/16, and 96 at least if there are so many, else 16 at least. One thread alone takes a third.
+    The call's first ``result`` is not read.
     """
     read = tensor_at(call, 0)
     return _matrices(read) * min(read.shape[-2:]) * read.itemsize + householder(call, result)
@@ -157,8 +187,18 @@ def householder(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes of LAPACK's buffer in a call of ``geqrf``, see :func:`reflectors`; ``result`` is not read."""
     read = tensor_at(call, 0)
     short, long = sorted(read.shape[-2:])
-    lines = max(min(short, 2 * LINES), 3 * min(short, 512) // 8, 3 * short // 16)
+    lines = max(min(max(short, SQUARED), 2 * LINES), 3 * min(short, 512) // 8, 3 * short // 16)
     return lines * long * read.itemsize
+
+
+def reflected(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``ormqr`` that gives ``result``: LAPACK's buffer for one matrix.
+
+    It is as many lines of the longer side as there are reflectors, in whole groups of 8, at most 64, and a square.
+    """
+    reflectors_of_one = tensor_at(call, 1).shape[-1]
+    lines = min(BLOCK, rounded_up(reflectors_of_one, BLOCK // 8))
+    return (lines * max(result.shape[-2:]) + BLOCK * (BLOCK + 1)) * result.itemsize
 
 
 def copied_factor(call: Call, result: torch.Tensor) -> Bytes:

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from roamc.operators.call import Call, fakes, tensor_at
+from roamc.operators.call import Call, fakes, tensor_at, tensors_in
 from roamc.operators.schemas import argument_of
 from roamc.units import Bytes
 
@@ -53,6 +53,11 @@ def in_sequence(call: Call, result: torch.Tensor) -> Bytes:
     return INDEX * _along(call) if _one_row(call) else 0
 
 
+def counted_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of ``mode``: a value and an index for all along ``dim``."""
+    return 2 * INDEX * _along(call)
+
+
 def _one_row(call: Call) -> bool:
     return tensor_at(call, 0).numel() == _along(call)
 
@@ -87,26 +92,27 @@ def bags(call: Call, result: torch.Tensor) -> Bytes:
 def bags_backward(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``_embedding_bag_backward``; its first ``result`` is not read.
 
-    It is five numbers of 8 bytes for every index: index and place, both sorted as well, and bag. For largest elements
-    it is an element and a number for every element of the gradient, and a number for every bag.
+    It is five numbers of 8 bytes for every index: index and place, both sorted as well, and bag; and two for every row
+    of the table. For largest elements it is an element and a number for every element of the gradient, and a number for
+    every bag.
     """
     gradient, indices, offsets = (tensor_at(call, at) for at in range(3))
     if _mode(call, 8) == LARGEST:
         return gradient.numel() * (INDEX + gradient.itemsize) + INDEX * offsets.numel()
-    return 5 * INDEX * indices.numel()
+    return INDEX * (5 * indices.numel() + 2 * call.args[6])
 
 
 def bags_dense_backward(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``_embedding_bag_dense_backward``.
 
-    It is four numbers of 8 bytes for every index: index and place, both sorted as well. In the mode that takes the
-    largest elements it is one element and one number for every element of the gradient, and a number for every bag. The
-    call's first ``result`` is not read.
+    It is four numbers of 8 bytes for every index: index and place, both sorted as well; and two for every row of the
+    table. In the mode that takes the largest elements it is one element and one number for every element of the
+    gradient, and a number for every bag. The call's first ``result`` is not read.
     """
     gradient, indices = tensor_at(call, 0), tensor_at(call, 1)
     if _mode(call, 7) == LARGEST:
         return gradient.numel() * (INDEX + gradient.itemsize) + INDEX * gradient.shape[0]
-    return 4 * INDEX * indices.numel()
+    return INDEX * (4 * indices.numel() + 2 * call.args[5])
 
 
 def _mode(call: Call, position: int) -> int:
@@ -161,10 +167,11 @@ def index_reduce(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``index_reduce`` that gives ``result``.
 
     It is 0, except for mode "mean". A mean takes a tensor of ones as large as the source, their sums, as large as the
-    result, and four integers of 8 bytes for every index.
+    result, and along the first dimension four integers of 8 bytes for every index.
     """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
-    return result.nbytes + source.nbytes + 4 * INDEX * index.numel() if call.args[4] == "mean" else 0
+    ordered = 4 * INDEX * index.numel() if call.args[1] % max(1, result.dim()) == 0 else 0
+    return result.nbytes + source.nbytes + ordered if call.args[4] == "mean" else 0
 
 
 def masked_scatter_backward(call: Call, result: torch.Tensor) -> Bytes:
@@ -189,3 +196,17 @@ def is_in(call: Call, result: torch.Tensor) -> Bytes:
         return 0
     both, size = read.numel() + tested.numel(), read.itemsize
     return read.numel() * (size + INDEX) + tested.numel() * size + both * (2 * size + 2 * INDEX)
+
+
+def bags_of_weights(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of ``_embedding_bag_per_sample_weights_backward``: two numbers for every index."""
+    return 2 * INDEX * tensor_at(call, 2).numel()
+
+
+def masked_index(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of ``_unsafe_masked_index`` or its sum of values; ``result`` is not read.
+
+    It is an element and a flag for every element of the mask, and indices within bounds.
+    """
+    read, mask = tensor_at(call, 0), tensor_at(call, 1)
+    return mask.numel() * (read.itemsize + 1) + sum(tensor.nbytes for tensor in tensors_in(fakes(call.args[2])))

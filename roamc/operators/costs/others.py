@@ -175,9 +175,10 @@ def half_in_float32(call: Call, result: torch.Tensor) -> Bytes:
 def safe_softmax(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``_safe_softmax`` that gives ``result``.
 
-    It is a byte for every element of the result, which says whether the element is finite.
+    It is a byte for every element of the result, which says whether the element is finite, and one for every row.
     """
-    return result.numel()
+    dim = call.args[1]
+    return result.numel() + (result.numel() // max(1, result.shape[dim]) if result.dim() else 1)
 
 
 def losses(call: Call, result: torch.Tensor) -> Bytes:
@@ -213,9 +214,21 @@ def rolled(call: Call, result: torch.Tensor) -> Bytes:
 def multinomial(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``multinomial``; its first ``result`` is not read.
 
-    It is two tensors like the probabilities.
+    It is two tensors like the probabilities; for several without replacement what ``topk`` takes of a row, and one.
     """
-    return 2 * tensor_at(call, 0).nbytes
+    read = tensor_at(call, 0)
+    return max(2 * read.nbytes, read.nbytes + (_chosen(call) if rows_of(read) == 1 else 0))
+
+
+def multinomial_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of ``multinomial`` of several rows, see :func:`multinomial`."""
+    return _chosen(call) if rows_of(tensor_at(call, 0)) > 1 else 0
+
+
+def _chosen(call: Call) -> Bytes:
+    """Bytes of an element and an index for all of a row, if several are drawn without replacement."""
+    several = call.args[1] > 1 and not (len(call.args) > 2 and call.args[2])
+    return 16 * tensor_at(call, 0).shape[-1] if several else 0
 
 
 def kth_value(call: Call, result: torch.Tensor) -> Bytes:
@@ -244,3 +257,42 @@ def magnitudes(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``isinf``: the magnitudes of its argument. ``result`` is not read."""
     read = tensor_at(call, 0)
     return read.nbytes if read.is_floating_point() else 0
+
+
+def differences(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``dist`` that gives ``result``: the differences of its arguments."""
+    return prod(torch.broadcast_shapes(*(tensor_at(call, at).shape for at in (0, 1)))) * result.itemsize
+
+
+def gammas(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of eager's call of ``mvlgamma`` that gives ``result``: each term of its sums."""
+    return call.args[1] * result.nbytes
+
+
+def gammas_copied(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of ``mvlgamma`` into given memory: as :func:`gammas`, and ``result`` once more."""
+    return gammas(call, result) + result.nbytes
+
+
+def padded_parts(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``_chunk_cat``: its padded arguments, together like ``result``."""
+    return result.nbytes
+
+
+def flags(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``all`` or ``any``: the argument as flags. ``result`` is not read."""
+    read = tensor_at(call, 0)
+    return read.numel() if read.dtype not in (torch.bool, torch.uint8) else 0
+
+
+def counts_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that each thread takes in a call of ``histogram``: counts like its first ``result``."""
+    return result.nbytes
+
+
+def log_sum(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``logsumexp`` that gives ``result``.
+
+    It is the argument's exponentials, and the largest element of each row.
+    """
+    return (tensor_at(call, 0).numel() + result.numel()) * result.itemsize

@@ -31,6 +31,9 @@ DEPTH = 512
 PADDED = 32
 """Columns added to a copied block of the first factor."""
 
+POINTERS: Bytes = 24
+"""Bytes of the addresses of three matrices, which MKL is given for each product of a batch."""
+
 SELF: Bytes = 28 << 10
 """Bytes that a product by oneDNN takes in any case."""
 
@@ -44,13 +47,17 @@ PAGE = 1024
 def workspace(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``mm``, ``addmm``, ``bmm`` or ``baddbmm`` that gives ``result``.
 
-    What each thread takes is left out, see :func:`per_thread`. Batched products also copy factors whose strides the
-    kernel does not read: in half precision all matrices of the batch at once, else one after the other.
+    What each thread takes is left out, see :func:`per_thread`. Conjugated factors are copied. Batched products also
+    copy factors whose strides the kernel does not read: in half precision all matrices of the batch at once, else one
+    after the other.
     """
     first, second = _factors(call)
-    shared = shared_bytes(first, second, result)
+    conjugated = sum(factor.nbytes for factor in (first, second) if factor.is_conj())
+    shared = shared_bytes(first, second, result) + conjugated
     if result.dim() < 3:
         return shared
+    if result.itemsize > 2:
+        shared += POINTERS * result.shape[0]
     odd = [tensor for tensor in (first, second) if not (in_order(tensor) if result.itemsize == 2 else matrix(tensor))]
     together = result.shape[0] if result.itemsize == 2 else 1
     return shared + sum(tensor.nbytes // tensor.shape[0] * together for tensor in odd)

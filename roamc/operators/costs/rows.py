@@ -132,6 +132,8 @@ ROWS: dict[str, Cost] = {
     ),
     "soft_margin_loss_backward": Cost("exponential_backward", workspace=others.margins_backward),
     "isinf": Cost("pointwise", workspace=others.magnitudes),
+    "dist": Cost("reduction", workspace=others.differences),
+    "mvlgamma": Cost("tanh", workspace=others.gammas_copied, eager_workspace=others.gammas),
     "ldexp": Cost(workspace=others.powers_of_two),
     "binary_cross_entropy_with_logits": Cost("exponential", workspace=others.logits_loss),
     # In another order than memory's.
@@ -143,8 +145,8 @@ ROWS: dict[str, Cost] = {
     # Random.
     **dict.fromkeys(("bernoulli", "uniform", "normal", "exponential", "random"), _DRAW),
     **dict.fromkeys([f"{kind}_like" for kind in ("rand", "randn", "randint")], Cost("random", unread=(0,))),
-    "multinomial": Cost("random", workspace=others.multinomial),
-    "native_dropout": Cost("random", workspace=others.first_again),
+    "multinomial": Cost("random", workspace=others.multinomial, thread_workspace=others.multinomial_per_thread),
+    "native_dropout": Cost("random", eager_workspace=others.first_again),
     "native_dropout_backward": Cost(
         "random_backward", workspace=others.dropout_piece, eager_workspace=others.first_again
     ),
@@ -163,7 +165,7 @@ ROWS: dict[str, Cost] = {
     "_log_softmax_backward_data": Cost(
         "softmax_backward", read_as={0: plain, 1: plain}, thread_workspace=softmax.log_softmax_backward_per_thread
     ),
-    "logsumexp": Cost("softmax", workspace=others.first_again),
+    "logsumexp": Cost("softmax", workspace=others.log_sum),
     "native_layer_norm": Cost("norm", read_as={0: plain}),
     "native_layer_norm_backward": Cost(
         "norm_backward", read_as={0: plain, 1: plain}, thread_workspace=norms.layer_norm_backward_per_thread
@@ -195,6 +197,10 @@ ROWS: dict[str, Cost] = {
         ("median", "nanmedian"),
         Cost("reduction", workspace=lookups.median, thread_workspace=lookups.median_per_thread),
     ),
+    **dict.fromkeys(("all", "any"), Cost("reduction", workspace=others.flags)),
+    "histogram": Cost(thread_workspace=others.counts_per_thread),
+    "_chunk_cat": Cost("concatenation", workspace=others.padded_parts),
+    "mode": Cost("scan", thread_workspace=lookups.counted_per_thread),
     "kthvalue": Cost("scan", workspace=others.kth_value),
     # By index.
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), Cost("reduction", picks_from=0, read_as={0: plain})),
@@ -209,6 +215,9 @@ ROWS: dict[str, Cost] = {
     "_embedding_bag": Cost("gather", picks_from=0, workspace=lookups.bags),
     "_embedding_bag_forward_only": Cost("gather", workspace=lookups.bags),
     "_embedding_bag_backward": Cost(workspace=lookups.bags_backward),
+    "_embedding_bag_per_sample_weights_backward": Cost(workspace=lookups.bags_of_weights),
+    "_unsafe_masked_index": Cost("strided", workspace=lookups.masked_index),
+    "_unsafe_masked_index_put_accumulate": Cost("scatter", workspace=lookups.masked_index),
     "_embedding_bag_dense_backward": Cost("scatter", workspace=lookups.bags_dense_backward),
     **dict.fromkeys(("scatter", "scatter_add"), Cost("scatter", workspace=others.half_in_float32)),
     "scatter_reduce": Cost("scatter", workspace=lookups.scatter_reduce),
@@ -256,14 +265,18 @@ ROWS: dict[str, Cost] = {
     "linalg_inv_ex": Cost(workspace=linear_algebra.inverse),
     "_linalg_svd": Cost(workspace=linear_algebra.singular),
     "linalg_pinv": Cost(workspace=linear_algebra.pseudo_inverse),
+    "linalg_eig": Cost(workspace=linear_algebra.eigen_general),
+    "linalg_eigvals": Cost(workspace=linear_algebra.eigen_values),
     "_linalg_eigh": Cost(workspace=linear_algebra.eigen),
     **dict.fromkeys(("linalg_qr", "linalg_householder_product"), _FACTORS),
     "cholesky_solve": Cost(workspace=linear_algebra.copied_factor),
     **dict.fromkeys(("_linalg_det", "_linalg_slogdet"), _PIVOTS),
     "lu_unpack": Cost(workspace=linear_algebra.unpacked),
+    "linalg_ldl_factor_ex": Cost(workspace=linear_algebra.factored_symmetric),
     "linalg_lu": Cost(workspace=linear_algebra.factored),
     "linalg_lu_solve": Cost(workspace=linear_algebra.pivots_checked),
     "linalg_solve_triangular": Cost(workspace=linear_algebra.solved_by_triangle),
+    "ormqr": Cost(workspace=linear_algebra.reflected),
     "geqrf": Cost(workspace=linear_algebra.householder),
     "cholesky": Cost(workspace=linear_algebra.copied_result, eager_workspace=linear_algebra.status),
     "cholesky_inverse": Cost(workspace=linear_algebra.status),
@@ -293,7 +306,7 @@ KIND_ALONE: dict[str, str] = {
     "concatenation": "cat stack constant_pad_nd split_with_sizes_copy",
     "strided": "repeat flip repeat_interleave pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad3d "
     "replication_pad1d replication_pad3d as_strided_copy permute_copy transpose_copy t_copy "
-    "expand_copy view_copy _unsafe_masked_index unfold_copy",
+    "expand_copy view_copy unfold_copy",
     "root": "sqrt rsqrt hypot",
     "exponential": "exp exp2 expm1 log log2 log10 log1p erf erfc sigmoid silu gelu softplus elu celu selu logaddexp "
     "logit logit_backward",
@@ -307,11 +320,10 @@ KIND_ALONE: dict[str, str] = {
     "norm_backward": "_fused_rms_norm_backward",
     "batch_norm": "cudnn_batch_norm miopen_batch_norm batch_norm_stats",
     "batch_norm_backward": "cudnn_batch_norm_backward miopen_batch_norm_backward",
-    "reduction": "amax amin max min aminmax argmax argmin any all var std var_mean std_mean norm count_nonzero "
+    "reduction": "amax amin max min aminmax argmax argmin var std var_mean std_mean norm count_nonzero "
     "_foreach_norm equal _weight_norm_interface trace cdist",
     "gather": "take_along_dim masked_select",
-    "scatter": "index_put _index_put_impl _unsafe_index_put index_copy index_fill nll_loss2d_backward "
-    "_unsafe_masked_index_put_accumulate put one_hot",
+    "scatter": "index_put _index_put_impl _unsafe_index_put index_copy index_fill nll_loss2d_backward put one_hot",
     "pool": "max_pool3d_with_indices avg_pool1d avg_pool3d _adaptive_avg_pool3d adaptive_max_pool2d "
     "grid_sampler_2d grid_sampler_3d fractional_max_pool2d max_pool2d",
     "pool_backward": "max_pool3d_with_indices_backward avg_pool3d_backward _adaptive_avg_pool3d_backward "
