@@ -90,9 +90,12 @@ def _weights(call: Call, image: torch.Tensor, result: torch.Tensor) -> Iterator[
 def image_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes in a call of an upsampling's backward that gives ``result``.
 
-    They are an image of ``result`` in float32, if ``result`` lies channels last in half precision; else 0.
+    In half precision they are an image of ``result`` in float32 if that lies channels last, else one channel of it; in
+    other dtypes 0.
     """
-    return 4 * result.numel() // max(1, result.shape[0]) if result.itemsize == 2 and channels_last(result) else 0
+    if result.itemsize != 2:
+        return 0
+    return 4 * prod(result.shape[1:] if channels_last(result) else result.shape[2:])
 
 
 def windows_added(call: Call, result: torch.Tensor) -> Bytes:

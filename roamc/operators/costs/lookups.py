@@ -99,7 +99,8 @@ def bags_backward(call: Call, result: torch.Tensor) -> Bytes:
     gradient, indices, offsets = (tensor_at(call, at) for at in range(3))
     if _mode(call, 8) == LARGEST:
         return gradient.numel() * (INDEX + gradient.itemsize) + INDEX * offsets.numel()
-    return INDEX * (5 * indices.numel() + 2 * call.args[6])
+    rows: int = call.args[6]
+    return INDEX * (5 * indices.numel() + 2 * rows)
 
 
 def bags_dense_backward(call: Call, result: torch.Tensor) -> Bytes:
@@ -112,7 +113,8 @@ def bags_dense_backward(call: Call, result: torch.Tensor) -> Bytes:
     gradient, indices = tensor_at(call, 0), tensor_at(call, 1)
     if _mode(call, 7) == LARGEST:
         return gradient.numel() * (INDEX + gradient.itemsize) + INDEX * gradient.shape[0]
-    return INDEX * (4 * indices.numel() + 2 * call.args[5])
+    rows: int = call.args[5]
+    return INDEX * (4 * indices.numel() + 2 * rows)
 
 
 def _mode(call: Call, position: int) -> int:
@@ -180,7 +182,8 @@ def masked_scatter_backward(call: Call, result: torch.Tensor) -> Bytes:
     It holds the mask, in the shape of the gradient, as integers of 8 bytes, and their running sums; the gradients that
     it picks are there when these are gone. The call's first ``result`` is not read.
     """
-    return 2 * INDEX * prod(torch.broadcast_shapes(*(tensor_at(call, at).shape for at in (0, 1))))
+    elements: int = prod(torch.broadcast_shapes(*(tensor_at(call, at).shape for at in (0, 1))))
+    return 2 * INDEX * elements
 
 
 def is_in(call: Call, result: torch.Tensor) -> Bytes:

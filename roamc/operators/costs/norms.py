@@ -74,7 +74,8 @@ def group_norm_backward(call: Call, result: torch.Tensor) -> Bytes:
 
     It is two sums for every image and channel, and channels last two more for every image and group.
     """
-    image, images, channels, groups = tensor_at(call, 1), call.args[5], call.args[6], call.args[8]
+    image: torch.Tensor = tensor_at(call, 1)
+    images, channels, groups = (int(call.args[at]) for at in (5, 6, 8))
     return 2 * computed(image) * images * (channels + (groups if channels_last(image) else 0))
 
 

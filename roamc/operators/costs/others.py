@@ -261,12 +261,14 @@ def magnitudes(call: Call, result: torch.Tensor) -> Bytes:
 
 def differences(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of a call of ``dist`` that gives ``result``: the differences of its arguments."""
-    return prod(torch.broadcast_shapes(*(tensor_at(call, at).shape for at in (0, 1)))) * result.itemsize
+    elements: int = prod(torch.broadcast_shapes(*(tensor_at(call, at).shape for at in (0, 1))))
+    return elements * result.itemsize
 
 
 def gammas(call: Call, result: torch.Tensor) -> Bytes:
     """Return the workspace in bytes of eager's call of ``mvlgamma`` that gives ``result``: each term of its sums."""
-    return call.args[1] * result.nbytes
+    terms: int = call.args[1]
+    return terms * result.nbytes
 
 
 def gammas_copied(call: Call, result: torch.Tensor) -> Bytes:

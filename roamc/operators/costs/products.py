@@ -2,8 +2,8 @@
 
 Read off the heap with torch 2.13 on a machine with AVX-512 for bfloat16: of 2,400 products of 1 to 8,192 rows and
 columns, in order and transposed, none takes more than this formula says, and half of them take 0.85 of it or more.
-Products of float32
-take nothing, for they are MKL's, but for those that roamc gives to oneDNN.
+Where oneDNN has no bfloat16, ATen's own kernels sum in float32. Products of float32 are MKL's, but for those that roamc
+gives to oneDNN, and take nothing but the addresses of batches.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import prod
 import torch
 
 from roamc.compat import identity
+from roamc.compat_operators import onednn_takes
 from roamc.operators.aligned import copied_bytes
 from roamc.operators.call import Call, fakes, tensor_at, tensors_in
 from roamc.operators.costs.arguments import in_order, matrix
@@ -31,8 +32,13 @@ DEPTH = 512
 PADDED = 32
 """Columns added to a copied block of the first factor."""
 
+HALF = (torch.bfloat16, torch.float16)
+
 POINTERS: Bytes = 24
 """Bytes of the addresses of three matrices, which MKL is given for each product of a batch."""
+
+LEAST = 400
+"""Multiplications in a product of a batch from which the batch is given to MKL."""
 
 SELF: Bytes = 28 << 10
 """Bytes that a product by oneDNN takes in any case."""
@@ -56,10 +62,11 @@ def workspace(call: Call, result: torch.Tensor) -> Bytes:
     shared = shared_bytes(first, second, result) + conjugated
     if result.dim() < 3:
         return shared
-    if result.itemsize > 2:
+    if result.itemsize > 2 and prod(result.shape[1:]) * first.shape[-1] >= LEAST:
         shared += POINTERS * result.shape[0]
-    odd = [tensor for tensor in (first, second) if not (in_order(tensor) if result.itemsize == 2 else matrix(tensor))]
-    together = result.shape[0] if result.itemsize == 2 else 1
+    fits = in_order if _by_onednn(result) else matrix
+    odd = [tensor for tensor in (first, second) if not fits(tensor)]
+    together = result.shape[0] if _by_onednn(result) else 1
     return shared + sum(tensor.nbytes // tensor.shape[0] * together for tensor in odd)
 
 
@@ -81,14 +88,14 @@ def shared_bytes(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor
 
     They do not depend on the number of threads. See :func:`thread_bytes` for what each thread takes.
     """
-    if result.dtype is torch.float16:
-        return 0 if first.stride(-1) == 1 else 4 * first.shape[-2] * second.shape[-1]
-    return SELF if result.dtype is torch.bfloat16 else 0
+    if _by_onednn(result):
+        return SELF
+    return 4 * first.shape[-2] * second.shape[-1] if result.dtype in HALF and first.stride(-1) != 1 else 0
 
 
 def thread_bytes(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> Bytes:
     """Return the bytes that each thread takes beside :func:`shared_bytes`, which has the same arguments."""
-    if result.dtype is not torch.bfloat16:
+    if not _by_onednn(result):
         return 0
     rows, depth, columns = first.shape[-2], first.shape[-1], second.shape[-1]
     contiguous = first.stride(-1) == 1
@@ -101,6 +108,19 @@ def thread_bytes(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor
         block = max(high * min(rounded_up(columns, COLUMNS), WIDE), min(rows, TALL) * broad)
     copy = 2 * high * (deep + PADDED) if copied else 0
     return copy + 2 * deep * COLUMNS + 4 * block
+
+
+def _by_onednn(result: torch.Tensor) -> bool:
+    """Whether torch's products that give ``result`` run in oneDNN on this machine; others are MKL's or ATen's own."""
+    return result.dtype is torch.bfloat16 and onednn_takes(torch.bfloat16)
+
+
+def by_vector(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the workspace in bytes of a call of ``mv`` that gives ``result``.
+
+    It is the sums in float32, in half precision of a matrix whose columns lie side by side; else 0.
+    """
+    return 4 * result.numel() if result.dtype in HALF and tensor_at(call, 0).stride(1) != 1 else 0
 
 
 def onednn(call: Call, result: torch.Tensor) -> Bytes:

@@ -71,7 +71,7 @@ ROWS: dict[str, Cost] = {
     ),
     "mm": _multiplied("matmul", {0: matrix, 1: matrix}),
     "addmm": _multiplied("matmul", {1: matrix, 2: matrix}),
-    "mv": Cost("matmul", flops.product, read_as={0: matrix, 1: matrix}),
+    "mv": Cost("matmul", flops.product, read_as={0: matrix, 1: matrix}, workspace=products.by_vector),
     "addmv": Cost("matmul", flops.product_and_sum),
     **dict.fromkeys(("_int_mm", "dot", "vdot"), _PRODUCT),
     "linear": Cost("matmul", flops.linear),
@@ -234,12 +234,18 @@ ROWS: dict[str, Cost] = {
     ),
     "max_pool2d_with_indices_backward": Cost("pool_backward", read_as={0: image, 7: image}),
     **dict.fromkeys(("avg_pool2d_backward", "_adaptive_avg_pool2d_backward"), Cost("pool_backward", like_first=True)),
-    **{
-        f"upsample_{kind}2d_backward": Cost(
-            "pool_backward", read_as={0: image}, thread_workspace=images.image_per_thread
-        )
-        for kind in ("nearest", "bilinear", "bicubic")
-    },
+    **dict.fromkeys(
+        (
+            *(
+                f"{kind}{rank}d_backward"
+                for kind in ("upsample_nearest", "_upsample_nearest_exact")
+                for rank in (1, 2, 3)
+            ),
+            *("upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward"),
+            "upsample_trilinear3d_backward",
+        ),
+        Cost("pool_backward", read_as={0: image}, thread_workspace=images.image_per_thread),
+    ),
     **dict.fromkeys(
         (
             *(f"upsample_nearest{rank}d" for rank in (1, 2, 3)),
@@ -327,8 +333,7 @@ KIND_ALONE: dict[str, str] = {
     "pool": "max_pool3d_with_indices avg_pool1d avg_pool3d _adaptive_avg_pool3d adaptive_max_pool2d "
     "grid_sampler_2d grid_sampler_3d fractional_max_pool2d max_pool2d",
     "pool_backward": "max_pool3d_with_indices_backward avg_pool3d_backward _adaptive_avg_pool3d_backward "
-    "adaptive_max_pool2d_backward upsample_nearest1d_backward upsample_nearest3d_backward upsample_linear1d_backward "
-    "upsample_trilinear3d_backward grid_sampler_2d_backward grid_sampler_3d_backward",
+    "adaptive_max_pool2d_backward grid_sampler_2d_backward grid_sampler_3d_backward",
     "scan": "cummax cummin argsort unique_consecutive _unique2 nonzero bincount",
 }
 """Kind to the names, separated by spaces, of the operators of which only the kind is known."""
