@@ -13,7 +13,6 @@ from math import prod
 
 import torch
 
-from roamc.compat import identity
 from roamc.compat_operators import onednn_takes
 from roamc.operators.aligned import copied_bytes
 from roamc.operators.call import Call, fakes, tensor_at, tensors_in
@@ -222,14 +221,20 @@ def _pair(left: torch.Tensor, right: torch.Tensor, summed: list[int]) -> _Pair:
     others = [dim for dim in kept if left.shape[dim] == 1]
     batch, rows = (prod(left.shape[dim] for dim in dims) for dims in (both, own))
     depth, columns = (prod(right.shape[dim] for dim in dims) for dims in (summed, others))
-    factors = (
-        left.permute(*both, *own, *summed, *others).reshape(batch, rows, depth),
-        right.permute(*both, *summed, *others, *own).reshape(batch, depth, columns),
-    )
-    wholes = zip(factors, (left, right), strict=True)
-    copied += sum(factor.nbytes for factor, whole in wholes if identity(factor) != identity(whole))
+    first, second = left.permute(*both, *own, *summed, *others), right.permute(*both, *summed, *others, *own)
+    factors = first.reshape(batch, rows, depth), second.reshape(batch, depth, columns)
+    copied += sum(one.nbytes for one, seen in zip(factors, (first, second), strict=True) if not _views(seen, one.shape))
     product = torch.bmm(*factors)
     sizes = [1 if dim in summed else max(left.shape[dim], right.shape[dim]) for dim in range(left.dim())]
     order = [*both, *own, *summed, *others]
     placed = product.view([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(left.dim())])
     return _Pair(*factors, placed, copied)
+
+
+def _views(tensor: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether ``tensor`` has ``shape`` without a copy."""
+    try:
+        tensor.view(shape)
+    except RuntimeError:
+        return False
+    return True
