@@ -65,6 +65,7 @@ BOUNDED = {
     "aten.linalg_matrix_exp.default": "large numbers are squared often",
     "aten.isin.Tensor_Tensor": "depends on how many elements are equal",
     "aten.masked_scatter_backward.default": "depends on how much the mask picks",
+    "aten._chunk_cat.default": "parts that fill their chunks are not copied",
     "aten.scatter_reduce.two": "a mean that leaves out what was there takes less",
     "aten.native_dropout_backward.default": "a piece of the mask is converted if the result lies over the gradient",
     "aten.geqrf.default": "MKL chooses its block by processor and threads",
