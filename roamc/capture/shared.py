@@ -108,7 +108,7 @@ def _blocks(tensor: torch.Tensor) -> tuple[Bytes, list[Bytes]]:
     """Return bytes of the largest block of adjacent elements, and the distances between such blocks."""
     part = part_of(tensor)
     item = block = part.element_size()
-    distances = []
+    distances: list[Bytes] = []
     for step, size in sorted((step * item, size) for size, step in zip(part.shape, part.stride(), strict=True)):
         if not distances and step in (0, block):
             block = max(block, size * step)

@@ -231,7 +231,7 @@ class _Job:
         if self.options.strict:
             raise BudgetError(message, error.plan) from None
         message += "; the plan has the lowest peak (options={'strict': True} raises)"
-        notices.warn(self.about, "open calls", message, stacklevel=5)
+        notices.warn(self.about, "open calls", message)
 
     def refuse_more_calls(self, number: int, planned: int) -> None:
         """Warn that more calls are open than the plan counts, and that it is not planned again.
@@ -246,7 +246,7 @@ class _Job:
         )
         if self.options.strict:
             raise BudgetError(message)
-        notices.warn(self.about, "more calls", f"{message} (options={{'strict': True}} raises)", stacklevel=5)
+        notices.warn(self.about, "more calls", f"{message} (options={{'strict': True}} raises)")
 
     def check_together(self, plan: Plan, calls: OpenCalls) -> None:
         """Warn if a plan, and what calls of other programs of the model hold meanwhile, need more than the budget.

@@ -126,7 +126,7 @@ class Around:
     def _say(self, key: str, message: str) -> None:
         if self._options.strict:
             raise CaptureError(message)
-        notices.warn(self._about, key, f"{message} (options={{'strict': True}} raises)", stacklevel=5)
+        notices.warn(self._about, key, f"{message} (options={{'strict': True}} raises)")
 
 
 @torch.compiler.disable(reason="roamc.optimize has compiled this module")  # type: ignore[untyped-decorator]

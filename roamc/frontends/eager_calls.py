@@ -41,7 +41,7 @@ def checked(
 
     around = compiled_again.Around(record.name, record, options)
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def tracer() -> str:
         return around.tracer()
 

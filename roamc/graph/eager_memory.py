@@ -53,11 +53,13 @@ def of_eager(memory: MemoryModel) -> MemoryModel:
 def _dropped_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of what a dropout drops elements of, if ``node`` makes the bool mask of one."""
     if node.target is aten.native_dropout.default:
-        return value_of(node.all_input_nodes[0]).dtype
-    if node.target is not dropout_mask:
+        dropped = node.all_input_nodes[:1]
+    elif node.target is dropout_mask:
+        dropped = [user for user in node.users if user.target is aten.native_dropout_backward.default]
+    else:
         return None
-    products = (user for user in node.users if user.target is aten.native_dropout_backward.default)
-    return next((value_of(product).dtype for product in products), None)
+    dtypes: list[torch.dtype] = [value_of(each).dtype for each in dropped]
+    return dtypes[0] if dtypes else None
 
 
 def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int64s, Int64s]:

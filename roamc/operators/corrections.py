@@ -151,7 +151,7 @@ def _astray(node: fx.Node) -> bool:
     of the product as they were noted.
     """
     if node.target is operator.getitem:
-        picked, own = value_of(node.args[0])[node.args[1]], node.meta.get("val")
+        picked, own = value_of(node.all_input_nodes[0])[node.args[1]], node.meta.get("val")
         return isinstance(picked, torch.Tensor) and isinstance(own, torch.Tensor) and not lie_in(picked, [own])
     read = addresses(node.all_input_nodes)
     return bool(read) and not addresses([node]) <= read
