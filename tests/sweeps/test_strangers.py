@@ -1,0 +1,39 @@
+"""A third of the strangers' models, each by one way in and budget; `make sweep` runs all of them by all ways."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.sweeps import strangers_compare
+from tests.sweeps.strangers_compare import BUDGETS, GOOD, ROUTES, STRANGERS, Run, judge
+
+WAYS = list(itertools.product(ROUTES, BUDGETS))
+CASES = list(zip(list(STRANGERS)[::3], itertools.cycle(WAYS), strict=False))
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled here is left behind."""
+    yield
+    torch._dynamo.reset()
+    strangers_compare.reference.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "way"), CASES, ids=str)
+def test_bits_of_torch_within_the_plan_or_a_named_limit(name: str, way: tuple[str, str | None]) -> None:
+    verdict = judge(name, *way)
+    assert verdict.outcome in GOOD, verdict
+
+
+def test_other_bits_and_more_memory_are_found() -> None:
+    ours = strangers_compare.run(STRANGERS["distil"], "train_step")
+    theirs = strangers_compare.reference("distil", "train_step")
+    assert strangers_compare.compared(ours, theirs, [0]).outcome == "same"
+    above = Run(ours.results, [ours.plans[0][0].needed_bytes + 1], ours.plans)
+    assert strangers_compare.compared(above, theirs, [0]).outcome == "above"
+    other = {**ours.results, "loss 0 of turn 2": ours.results["loss 0 of turn 2"] + 1e-3}
+    assert strangers_compare.compared(Run(other, ours.peaks, ours.plans), theirs, [0]).outcome == "differs"
