@@ -117,8 +117,8 @@ class JointBlock(nn.Module):
         q, k, v = torch.cat(parts, 3).unbind()
         y = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v).transpose(1, 2).flatten(2)
         ends = y.split([words.shape[1], patches.shape[1]], 1)
-        made = [x + t[2][:, None] * o(e) for x, t, o, e in zip(both, tables, self.out, ends, strict=True)]
-        return torch.cat(made, 1)
+        streams = [x + t[2][:, None] * o(e) for x, t, o, e in zip(both, tables, self.out, ends, strict=True)]
+        return torch.cat(streams, 1)
 
 
 class DETR(nn.Module):
@@ -137,8 +137,8 @@ class DETR(nn.Module):
 
 
 def boxes_and_classes(model: nn.Module, x: Tensor, labels: Tensor, boxes: Tensor) -> Tensor:
-    logits, found = model(x)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 5 * F.l1_loss(found, boxes)
+    logits, near = model(x)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 5 * F.l1_loss(near, boxes)
 
 
 class Preference(nn.Module):

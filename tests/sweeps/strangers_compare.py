@@ -58,7 +58,7 @@ def run(stranger: Stranger, route: str, budget: str | None = None) -> Run:
     model = stranger.build().train()
     pairs = [(stranger.loss, stranger.optimizer), *stranger.more]
     optimizers = [make(model) for _, make in pairs]
-    made = Run()
+    outcome = Run()
     options = {"strict": True, "memory_budget": budget, "idle_arena": "free"}
     called: list[Step] = []
     of = _prepared(model, route, options)
@@ -72,15 +72,15 @@ def run(stranger: Stranger, route: str, budget: str | None = None) -> Run:
         batch = stranger.batch()
         for number, (call, optimizer) in enumerate(zip(called, optimizers, strict=True)):
             loss, peak = peak_bytes(functools.partial(call, *batch)) if turn == TURNS - 1 else (call(*batch), 0)
-            made.results[f"loss {number} of turn {turn}"] = loss.detach().clone()
-            made.peaks += [peak] if turn == TURNS - 1 else []
+            outcome.results[f"loss {number} of turn {turn}"] = loss.detach().clone()
+            outcome.peaks += [peak] if turn == TURNS - 1 else []
             if route != "train_step":
                 _update(model, optimizer, stranger.clip)
         stranger.after(model, optimizers, turn)
-        made.results[f"tensors after turn {turn}"] = tensors_of(model)
-        made.results[f"states after turn {turn}"] = [state_of(optimizer) for optimizer in optimizers]
-    made.plans = [_plans(call, model, route) for call in called]
-    return made
+        outcome.results[f"tensors after turn {turn}"] = tensors_of(model)
+        outcome.results[f"states after turn {turn}"] = [state_of(optimizer) for optimizer in optimizers]
+    outcome.plans = [_plans(call, model, route) for call in called]
+    return outcome
 
 
 def _prepared(model: nn.Module, route: str, options: dict[str, Any]) -> Callable[[Loss], Step]:

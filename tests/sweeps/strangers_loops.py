@@ -33,21 +33,21 @@ class GAN(nn.Module):
         self.make, self.judge = mlp(8, 64, 16), mlp(16, 64, 1)
 
     def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        made = self.make(z)
-        return self.judge(torch.cat([x, made.detach()])), self.judge(made)
+        fake = self.make(z)
+        return self.judge(torch.cat([x, fake.detach()])), self.judge(fake)
 
 
 class Penalised(GAN):
     """The same whose first result is the loss of the discriminator of a Wasserstein GAN."""
 
     def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        scores, made = super().forward(x, z)
+        scores, of_fake = super().forward(x, z)
         with torch.no_grad():
             between = 0.5 * (x + self.make(z))
         between.requires_grad_()
         (slope,) = torch.autograd.grad(self.judge(between).sum(), between, create_graph=True)
         real, fake = scores.chunk(2)
-        return fake.mean() - real.mean() + 10 * (slope.norm(2, 1) - 1).square().mean(), made
+        return fake.mean() - real.mean() + 10 * (slope.norm(2, 1) - 1).square().mean(), of_fake
 
 
 def critic_of_gan(model: nn.Module, x: Tensor, z: Tensor) -> Tensor:
