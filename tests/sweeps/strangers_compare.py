@@ -120,7 +120,9 @@ def _plans(call: Step, model: nn.Module, route: str) -> list[roamc.Plan]:
         return [max(call.plans, key=lambda plan: plan.needed_bytes)]
     if route not in ROUTES:
         return []
-    return list(roamc.plans(model) if route == "optimize" else roamc.plans())
+    plans = roamc.plans(model) if route == "optimize" else roamc.plans()
+    open_calls = max((plan.in_flight for plan in plans), default=1)  # plans for fewer are used no more
+    return [plan for plan in plans if plan.in_flight == open_calls]
 
 
 REFERENCES = {"train_step": "eager", "optimize": "optimize by torch", "compile": "compile by torch"}
@@ -139,15 +141,15 @@ def reference(name: str, route: str) -> Run:
 
 
 @functools.lru_cache(maxsize=3)
-def outside(name: str) -> list[int]:
-    """Most bytes that each loss of a row takes after the model, which the plan of the model does not count."""
+def outside(name: str) -> list[tuple[int, int]]:
+    """How often each loss of a row calls the model, and most bytes that it takes beside it, which no plan counts."""
     stranger = STRANGERS[name]
     model, batch = stranger.build().train(), stranger.batch()
     losses = [stranger.loss, *(loss for loss, _ in stranger.more)]
     return [_loss_bytes(loss, model, batch) for loss in losses]
 
 
-def _loss_bytes(loss: Loss, model: nn.Module, batch: tuple[Any, ...]) -> int:
+def _loss_bytes(loss: Loss, model: nn.Module, batch: tuple[Any, ...]) -> tuple[int, int]:
     outputs: list[Any] = []
 
     def noted(*args: Any, **named: Any) -> Any:
@@ -158,7 +160,7 @@ def _loss_bytes(loss: Loss, model: nn.Module, batch: tuple[Any, ...]) -> int:
     again = iter(outputs)
     leaves = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
     value_of = functools.partial(loss, lambda *_, **__: next(again), *batch)
-    return peak_bytes(lambda: torch.autograd.grad(value_of(), leaves, allow_unused=True))[1]
+    return len(outputs), peak_bytes(lambda: torch.autograd.grad(value_of(), leaves, allow_unused=True))[1]
 
 
 def _leaves(outputs: Any) -> Any:
@@ -179,7 +181,7 @@ def judge(name: str, route: str, budget: str | None, seconds: int = 300) -> Verd
             warnings.simplefilter("ignore")
             theirs = reference(name, route)
             at = route
-            more = outside(name) if route == "optimize" else [0] * (1 + len(stranger.more))
+            more = outside(name) if route == "optimize" else [(1, 0)] * (1 + len(stranger.more))
             ours = run(stranger, route, budget)
             verdict = compared(ours, theirs, more)
             if verdict.outcome == "differs" and route != "train_step":  # aot_eager may move draws before one another
@@ -195,15 +197,18 @@ def judge(name: str, route: str, budget: str | None, seconds: int = 300) -> Verd
     return verdict
 
 
-def compared(ours: Run, theirs: Run, outside_bytes: list[int]) -> Verdict:
-    """The verdict on bits and memory; ``outside_bytes`` are what may come on top of the plans of each step."""
+def compared(ours: Run, theirs: Run, around: list[tuple[int, int]]) -> Verdict:
+    """The verdict on bits and memory; ``around`` is of each step as :func:`outside` says.
+
+    Without a budget a plan is of one call; under a budget it holds for all calls before one backward.
+    """
     text = f"peak {ours.peaks}, torch {theirs.peaks}"
     if wrong := differences(ours.results, theirs.results):
         return Verdict("differs", f"{len(wrong)} places, first {wrong[0]}")
     if not all(ours.plans):
         return Verdict("above", "nothing was planned")
-    for peak, plans, more in zip(ours.peaks, ours.plans, outside_bytes, strict=True):
-        needed = sum(plan.needed_bytes for plan in plans) + more
+    for peak, plans, (calls, more) in zip(ours.peaks, ours.plans, around, strict=True):
+        needed = sum(plan.needed_bytes * (1 if plan.in_flight > 1 else calls) for plan in plans) + more
         text += f", needed {[plan.needed_bytes for plan in plans]} of {[plan.baseline_needed_bytes for plan in plans]}"
         budget = sum(plan.budget_bytes for plan in plans) + more
         if peak > needed or (budget > more and peak > budget):
