@@ -181,7 +181,7 @@ def _traced(hook: Hook, name: str, closures: Closures) -> Hook:
         try:
             with closures:  # autograd runs hooks without the modes that are around it
                 result: torch.Tensor | None = hook(gradient)
-        except RuntimeError as error:  # torch's own for values of fake tensors
+        except (RuntimeError, CaptureError) as error:  # torch's own, or roamc's, for values of fake tensors
             raise CaptureError(
                 f"{who} cannot be traced ({str(error).splitlines()[0]}); a hook of a planned step must not depend on "
                 "values: use torch.where, or roamc.optimize, which runs hooks as they are"

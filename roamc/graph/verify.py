@@ -113,14 +113,14 @@ def storage_lives(graph: TrainGraph) -> dict[str, Life]:
     lives: dict[str, Life] = {}
     for step, node in enumerate(graph.graph.nodes):
         start = started_by(node)
-        made = [(position, shared.of(storage)) for position, _, storage in placed(node)]
-        for position, key in made:
+        results = [(position, shared.of(storage)) for position, _, storage in placed(node)]
+        for position, key in results:
             if key not in owner:
                 owner[key] = storage_name(node, position)
                 lives[owner[key]] = (step, step + 1, key.nbytes)
         if node.op == "call_function" and ops.is_view(node.target) and start is None:
             continue
-        for key in shared.of_all([*node.all_input_nodes, *_under_way(start)]).union(key for _, key in made):
+        for key in shared.of_all([*node.all_input_nodes, *_under_way(start)]).union(key for _, key in results):
             born, _, nbytes = lives[owner[key]]
             lives[owner[key]] = (born, step + 1, nbytes)
     return lives

@@ -252,7 +252,7 @@ ROWS: dict[str, Row] = {
     "aten::_adaptive_avg_pool2d_backward": Row(recomputable=False, shape_of=(1,)),
     **dict.fromkeys(
         [
-            *("aten::_unsafe_index_put", "aten::histc"),
+            *("aten::_unsafe_index_put", "aten::cumsum", "aten::histc"),
             *("aten::bincount", "aten::median", "aten::nanmedian"),
             *("aten::_ctc_loss_backward", "aten::_segment_reduce_backward"),
             "aten::_adaptive_avg_pool3d_backward",

@@ -225,10 +225,10 @@ class _Run:
         What the caller finds in a copy is this run's as well when it asks for the next. Nothing more comes from a run
         that is `closed`.
         """
-        made, without = self.fork(), self.fork()
-        search(made)
-        for copied in (made, without):
-            better = rank(made.best, self.budget) < rank(without.best, self.budget)
+        beside, without = self.fork(), self.fork()
+        search(beside)
+        for copied in (beside, without):
+            better = rank(beside.best, self.budget) < rank(without.best, self.budget)
             if not self.closed() and (copied is without or better):
                 yield copied
             self.join(copied)

@@ -198,7 +198,7 @@ def test_more_changes_than_plans_are_named_once() -> None:
             model._private = float(value)
             step(X)
 
-    with pytest.warns(UserWarning, match=r"max_plans=2 .*what tracing reads") as caught:
+    with pytest.warns(UserWarning, match=r"max_plans=2 .*what forward, hooks and loss read") as caught:
         change_and_call()
     assert len(caught) == 1
 

@@ -109,7 +109,7 @@ def compare_steps(kind: str, split: str, options: dict[str, Any]) -> None:
     assert losses == wanted, said
     assert_same(parameters, others, said)
     limit = plan.budget_bytes or whole.needed_bytes + 1024  # an object of one tensor more
-    assert plan.needed_bytes <= limit * 1.001, said
+    assert plan.needed_bytes <= limit * 1.001, f"{said}: {plan.needed_bytes} of {limit}"
 
 
 def compare_gradients() -> None:

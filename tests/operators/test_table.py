@@ -112,6 +112,8 @@ SUBJECTS = {
     "roamc/rewriting/rerun_variants.py": "batch norm",
     "roamc/capture/caller_writes.py": "copies to the caller's tensors",
     "roamc/capture/cuda_attention.py": "attention",
+    "roamc/capture/dropouts.py": "dropout, as eager computes it",
+    "roamc/capture/questions.py": "operators that read a value",
     "roamc/capture/gather_judge.py": "what may stand between a part and its gather, for the judge",
     "roamc/capture/in_place_values.py": "clones that autograd keeps",
     "roamc/capture/in_place_views.py": "views in place",

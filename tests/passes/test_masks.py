@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -38,8 +39,9 @@ X = torch.ones(8, 16)
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass, and the groups of a GPU, in programs for a CPU."""
+    """The pass, the groups and the dropouts of a GPU, in programs for a CPU."""
     use_pass(monkeypatch, masks)
+    monkeypatch.setattr("roamc.capture.dropouts.as_eager", contextlib.nullcontext)
 
 
 class Layers(nn.Module):

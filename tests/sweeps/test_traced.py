@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -23,6 +24,8 @@ from roamc.capture import dropouts, recurrent
 from roamc.operators.fakes import kept_whole
 from tests.sweeps.compare import SEED, different
 from tests.sweeps.databases import Case, Entry, cases, entries, spread, tensors_in
+
+log = logging.getLogger(__name__)
 
 SAMPLES = 6
 PARTS = 25
@@ -84,7 +87,8 @@ def _cotangent(output: Tensor) -> Tensor:
 def _samples(entry: Entry) -> list[Case]:
     try:
         samples = cases(entry)
-    except Exception:  # the database refuses the dtype
+    except Exception as error:  # the database refuses the dtype
+        log.debug("%s has no samples: %s", entry, error)
         return []
     return [samples[number] for number in spread(len(samples), SAMPLES)]
 
@@ -97,7 +101,8 @@ def judged(case: Case, layout: Layout) -> str | None:
             wanted = results(case, layout, contextlib.nullcontext)
             if different(results(case, layout, contextlib.nullcontext), wanted):
                 return None
-        except Exception:  # eager has no answer to compare with
+        except Exception as error:  # eager has no answer to compare with
+            log.debug("%s fails in eager: %s", case, error)
             return None
         return different(results(case, layout, as_traced), wanted)
 

@@ -225,7 +225,8 @@ def _pair(left: torch.Tensor, right: torch.Tensor, summed: list[int]) -> _Pair:
     factors = first.reshape(batch, rows, depth), second.reshape(batch, depth, columns)
     copied += sum(one.nbytes for one, seen in zip(factors, (first, second), strict=True) if not _views(seen, one.shape))
     product = torch.bmm(*factors)
-    sizes = [1 if dim in summed else max(left.shape[dim], right.shape[dim]) for dim in range(left.dim())]
+    dims = range(left.dim())
+    sizes = [1 if dim in summed else (right if dim in others else left).shape[dim] for dim in dims]
     order = [*both, *own, *summed, *others]
     placed = product.view([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(left.dim())])
     return _Pair(*factors, placed, copied)

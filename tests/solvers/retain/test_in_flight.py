@@ -104,7 +104,7 @@ def test_judge_names_a_peak_without_those_that_wait() -> None:
     assert validate(problem, 2**40, wrong).verdict is RetainVerdict.WRONG_PEAK
 
 
-@pytest.mark.parametrize(("waiting", "boundary"), [(1, -1), (-1, 0), (0, 2), (1, 99), (1, 0)])
+@pytest.mark.parametrize(("waiting", "boundary"), [(1, -1), (-1, 0), (0, 2), (1, 99), (1, 1)])
 def test_a_boundary_that_is_none_is_refused(waiting: int, boundary: int) -> None:
     plain = chain(2)
     parts = plain.seconds, plain.repeatable, plain.droppable
