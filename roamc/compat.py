@@ -78,6 +78,10 @@ class CaptureMode(FakeTensorMode):
         self.tracer: fx.Tracer | None = None
         self._kernel_of = kernel_of or (lambda operator: None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CaptureMode:
+        """Return the mode itself: a fake that a loss function copies is of the same trace."""
+        return self
+
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Return the results of operator ``func`` for fakes; arguments are those of ``FakeTensorMode.dispatch``.
 

@@ -260,8 +260,9 @@ def unwatched(gm: fx.GraphModule, run: Callable[[list[Any]], Any]) -> Callable[[
 def _has_custom(node: fx.Node) -> bool:
     """Whether a node calls an operator that neither torch nor roamc defines, or hands it to another that calls it."""
     called = [each for each in (node.target, *node.args) if isinstance(each, OpOverload)]
-    own = ("aten", "prim", "prims", "c10d", "_c10d_functional", "onednn", "roamc")
-    return any(not operator.namespace.startswith(own) for operator in called)
+    own = ("aten", "prim", "prims", "rngprims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "onednn")
+    roamcs = ("roamc", "roamc_collective")
+    return any(operator.namespace not in (*own, *roamcs) for operator in called)
 
 
 def _forgets_flags(node: fx.Node) -> bool:

@@ -73,10 +73,6 @@ class Questions:
         self._graph: fx.Graph | None = None
         self.asked: list[Question] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Questions:
-        """What a loss function copies may lead here by way of fake tensors; the trace has one such object."""
-        return self
-
     def begin(self) -> None:
         """Begin with the graph that is being traced now, of which nothing has been asked."""
         self._graph = compat.graph_so_far()

@@ -298,7 +298,7 @@ def test_bound_beside_a_share_of_time_is_below_every_plan_that_keeps_it() -> Non
 @functools.cache
 def small_share() -> tuple[TrainGraph, Plan]:
     """A graph, and a plan of it that adds at most 4 % of time, and does add some."""
-    graph = graph_and_inputs(*small_model(4), "joint")[0]
+    graph = graph_and_inputs(*small_model(5), "joint")[0]
     plan = search.run(copied(graph), Options(memory_budget="+4%")).plan
     assert plan.added_seconds / plan.step_seconds > 0.01
     return graph, plan

@@ -140,7 +140,7 @@ def test_plan_with_codecs_runs_to_the_same_bits_also_from_json(route: str) -> No
     free = search.run(graph_and_inputs(*case, route)[0], Options())
     assert free.plan.decisions["retain"]["codes"] == ()
     graph, inputs = graph_and_inputs(*case, route)
-    planned = search.run(graph, Options(memory_budget="70%"), deep=True)
+    planned = search.run(graph, Options(memory_budget="50%"), deep=True)
     codes = planned.plan.decisions["retain"]["codes"]
     assert {codec for _, codec, *_ in codes} == {"bits"}
     assert all(after == -(-before // 8) for _, _, before, after, _ in codes)
