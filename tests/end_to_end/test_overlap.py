@@ -108,7 +108,7 @@ def compare_steps(kind: str, split: str, options: dict[str, Any]) -> None:
     wanted, others, whole = steps(kind, split, {**options, "disable": ("overlap",)})
     assert losses == wanted, said
     assert_same(parameters, others, said)
-    limit = plan.budget_bytes or whole.needed_bytes + 2 * 1024  # objects of two tensors more
+    limit = plan.budget_bytes or whole.needed_bytes + 3 * 1024  # objects of tensors that are under way
     assert plan.needed_bytes <= limit * 1.001, f"{said}: {plan.needed_bytes} of {limit}"
 
 
