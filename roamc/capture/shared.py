@@ -46,11 +46,12 @@ def shared_key(kept: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> t
     """
     tensors = (*kept, *batch)
     groups = sharing(tensors)
-    pairs = (pair for group in groups for pair in itertools.combinations(group, 2))
+    of_batch = ((group, position) for group in groups for position in group if position >= len(kept))
     return groups, tuple(
         (first, second)
-        for first, second in pairs
-        if second >= len(kept) and may_overlap(tensors[first], tensors[second])
+        for group, second in of_batch
+        for first in group
+        if first < second and may_overlap(tensors[first], tensors[second])
     )
 
 
