@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ def tensor_at(call: Call, position: int) -> torch.Tensor:
         StopIteration: the argument is no tensor.
     """
     return next(tensors_in(fakes(call.args[position])))
+
+
+def broadcast_elements(call: Call) -> int:
+    """Return the elements of the first two positional arguments of ``call``, tensors, broadcast to one shape."""
+    return prod(torch.broadcast_shapes(tensor_at(call, 0).shape, tensor_at(call, 1).shape))
 
 
 def rows_of(tensor: torch.Tensor) -> int:

@@ -143,6 +143,16 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         1024 * (4 + 8) + 512 * 4 + 1536 * (2 * 4 + 2 * 8),
     ),
     "many elements in few": (aten.isin, (floats(1024), floats(8)), 0),
+    "gathered halves are floats": (
+        lambda x, i: aten.gather(x, 0, i),
+        (floats(512, 512, dtype=torch.bfloat16), indices(512, 512)),
+        MB,
+    ),
+    "gathered integers of as many bits are not": (
+        lambda x, i: aten.gather(x, 0, i),
+        (floats(512, 512).short(), indices(512, 512)),
+        0,
+    ),
     "means of scattered elements count": (
         lambda x, i: aten.scatter_reduce.two(x, 0, i, x, "mean"),
         (floats(512, 512), indices(512, 512)),

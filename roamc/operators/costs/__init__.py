@@ -6,11 +6,16 @@
 
     flops.py                        formulas for multiplications and additions
     arguments.py                    tests of strides: arguments that pass are read as they are, others copied
-    attention.py, convolutions.py,
+    attention.py, collectives.py,
+    convolutions.py, images.py,
     linear_algebra.py, lookups.py,
-    products.py, softmax.py,
-    others.py                       formulas for workspace, on a CPU
+    norms.py, products.py,
+    softmax.py, others.py           formulas for workspace, on a CPU
     gpu.py                          the same, on a GPU
+
+A formula for workspace takes a call and its first fake result, and returns the bytes beside arguments and results while
+the call runs: those of each of torch's threads if its name ends in ``per_thread``, else all others. It is 0 where its
+docstring names no bytes. Half precision is computed in float32.
 
 :func:`roamc.operators.ops.rule` joins a row with what the operator's tags say.
 """

@@ -7,6 +7,21 @@ from __future__ import annotations
 
 import torch
 
+from roamc.units import Bytes
+
+HALF = (torch.bfloat16, torch.float16)
+"""Dtypes of half precision, which kernels on a CPU compute in float32."""
+
+
+def is_half(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has half precision."""
+    return tensor.dtype in HALF
+
+
+def computed_size(tensor: torch.Tensor) -> Bytes:
+    """Return the bytes of an element in the dtype in which ``tensor`` is computed: float32 for half precision."""
+    return max(4, tensor.itemsize)
+
 
 def matrix(tensor: torch.Tensor) -> bool:
     """Whether matrix products read ``tensor`` as it is: its rows, or its columns, are dense and do not overlap.

@@ -22,11 +22,10 @@ PACKED: Bytes = 64 << 10
 
 
 def per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of fused attention forward.
+    """Workspace of each thread in fused attention forward.
 
-    They are a block of scores, the block's rows of the result, and the largest score and the sum of every row, in
-    float32; in half precision also a copy of the block of scores in that precision. The call's first ``result`` is
-    not read.
+    It is a block of scores, the block's rows of the result, and the largest score and the sum of every row, in float32;
+    in half precision also a copy of the block of scores in that precision.
     """
     query, key = tensor_at(call, 0), tensor_at(call, 1)
     sums = 4 * min(query.shape[-2], _together(query.shape[-2])) * (query.shape[-1] + 2)
@@ -34,21 +33,19 @@ def per_thread(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def backward(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that a call of fused attention backward takes beside those of each thread.
+    """Workspace of fused attention backward: a copy of the result's gradient ``[batch, heads, queries, head]``.
 
-    They are those of a copy of the result's gradient, ``[batch, heads, queries, head]``, which is made unless it lies
-    in memory as a contiguous ``[batch, queries, heads, head]``. The call's first ``result`` is not read.
+    It is 0 if that lies in memory as a contiguous ``[batch, queries, heads, head]``.
     """
     gradient = tensor_at(call, 0)
     return 0 if gradient.transpose(1, 2).is_contiguous() else gradient.numel() * gradient.itemsize
 
 
 def backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of fused attention backward.
+    """Workspace of each thread in fused attention backward.
 
-    They are a block of scores and a block of their gradients in float32. In half precision the thread has both in that
-    precision too, the gradients of one head's keys and values in float32, and :data:`PACKED`. The call's first
-    ``result`` is not read.
+    It is a block of scores and a block of their gradients in float32. In half precision the thread has both in that
+    precision too, the gradients of one head's keys and values in float32, and :data:`PACKED`.
     """
     query, key = tensor_at(call, 1), tensor_at(call, 2)
     if query.itemsize == 4:

@@ -23,47 +23,47 @@ PIECES: Bytes = 2 << 20
 
 
 def reduced(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of an all-reduce; for more than two ranks it is at the upper end."""
+    """Workspace of an all-reduce; for more than two ranks it is at the upper end."""
     return _pieces(_bytes_of(result))
 
 
 def reduced_together(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of an all-reduce of several tensors; ``result`` is not read."""
+    """Workspace of an all-reduce of several tensors."""
     nbytes = sum(map(_bytes_of, tensors_in(fakes(call.args[0]))))
     return nbytes + _pieces(nbytes)
 
 
 def gathered(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of an all-gather that gives ``result``."""
+    """Workspace of an all-gather."""
     return _bytes_of(result)
 
 
 def scattered(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a reduce-scatter; its ``result`` is one of equal parts."""
+    """Workspace of a reduce-scatter, whose ``result`` is one of equal parts."""
     (read,) = tensors_in(fakes(call.args[0]))
     return _bytes_of(read) + min(_bytes_of(result), PIECES)
 
 
 def rows_of_all(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that ``all_gather_mm`` gathers, 0 where they are a result of it; ``result`` is not read."""
+    """Bytes that ``all_gather_mm`` gathers; 0 where they are a result of it."""
     rows, _, group_size, _, whole, *_ = fakes(call.args)
     return 0 if whole else _bytes_of(rows) * int(group_size)
 
 
 def gathered_for_products(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of ``all_gather_mm``; ``result`` is not read."""
+    """Workspace of ``all_gather_mm``."""
     rows, _, group_size, *_ = fakes(call.args)
     return rows_of_all(call, result) + _bytes_of(rows) * int(group_size)
 
 
 def whole_products(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes of the products that ``mm_reduce_scatter`` holds at once, whose result is ``result``."""
+    """Bytes of the products that ``mm_reduce_scatter`` holds at once."""
     inputs, _, _, _, group_size, *_ = fakes(call.args)
     return _bytes_of(result) * int(group_size) * min(len(inputs), 2)
 
 
 def scattered_product(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``mm_reduce_scatter`` that gives ``result``."""
+    """Workspace of ``mm_reduce_scatter``."""
     return 2 * _bytes_of(result) * int(fakes(call.args)[4]) + min(_bytes_of(result), PIECES)
 
 

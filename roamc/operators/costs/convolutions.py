@@ -14,6 +14,7 @@ import torch
 
 from roamc.compat_operators import onednn_takes
 from roamc.operators.call import Call, tensor_at
+from roamc.operators.costs.arguments import HALF, is_half
 from roamc.units import Bytes
 
 BLOCK = 16
@@ -28,8 +29,6 @@ WIDEST = 14
 SMALL: Bytes = 32 << 10
 """Bytes that every convolution of oneDNN takes, and again for each thread: blocks of factors and of the result."""
 
-HALF = (torch.bfloat16, torch.float16)
-
 
 def _by_onednn(dtype: torch.dtype) -> bool:
     """Whether oneDNN convolves tensors of ``dtype`` on this machine; others take torch's own kernels."""
@@ -37,10 +36,7 @@ def _by_onednn(dtype: torch.dtype) -> bool:
 
 
 def forward(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of an ``aten.convolution`` that gives ``result``, beside each thread's.
-
-    See :func:`forward_per_thread` for what each thread takes.
-    """
+    """Workspace of ``aten.convolution``."""
     image, weight = tensor_at(call, 0), tensor_at(call, 1)
     if not _by_onednn(image.dtype):
         return _columns(weight, image if call.args[6] else result)
@@ -51,14 +47,14 @@ def forward(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def forward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``aten.convolution``; its ``result`` is not read.
+    """Workspace of each thread in ``aten.convolution``.
 
     Channels last and transposed: an image. A 1 x 1 convolution with strides: the pixels that it gathers of an image. In
-    torch's own kernel, transposed and in 16 bits: the matrix of windows of one image in float32.
+    torch's own kernel, transposed and in half precision: the matrix of windows of one image in float32.
     """
     image, weight, strides = tensor_at(call, 0), tensor_at(call, 1), prod(call.args[3])
     if not _by_onednn(image.dtype):
-        sums = image.dtype in HALF and call.args[6] and not _channels_last(image)
+        sums = is_half(image) and call.args[6] and not _channels_last(image)
         return 2 * _columns(weight, image) // max(1, image.shape[0]) if sums else 0
     of_image = image.nbytes // max(1, image.shape[0])
     if _channels_last(image) or call.args[6]:
@@ -83,10 +79,7 @@ def _transposed(image: torch.Tensor, result: torch.Tensor, strides: list[int]) -
 
 
 def backward(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``aten.convolution_backward`` beside each thread's.
-
-    See :func:`backward_per_thread` for what each thread takes. The call's first ``result`` is not read.
-    """
+    """Workspace of ``aten.convolution_backward``."""
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if not _by_onednn(image.dtype):
         transposed_one = _columns(weight, image) // max(1, image.shape[0]) + 2 * weight.nbytes
@@ -107,16 +100,15 @@ def backward(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``aten.convolution_backward``.
+    """Workspace of each thread in ``aten.convolution_backward``.
 
-    Channels last or in 16 bits: one image and its gradient; small groups with large windows: the weight twice; windows
-    wider than :data:`WIDEST`: one image's matrix of windows and several gradients of the weight in float32. In torch's
-    own kernel, in 16 bits: one image's matrix of windows, and again in float32. The call's first ``result`` is not
-    read.
+    Channels last or in half precision: one image and its gradient; small groups with large windows: the weight twice;
+    windows wider than :data:`WIDEST`: one image's matrix of windows and several gradients of the weight in float32. In
+    torch's own kernel, in half precision: one image's matrix of windows, and again in float32.
     """
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if not _by_onednn(image.dtype):
-        sums = image.dtype in HALF and not call.args[7] and not _channels_last(image)
+        sums = is_half(image) and not call.args[7] and not _channels_last(image)
         return 3 * _columns(weight, gradient) // max(1, image.shape[0]) if sums else 0
     of_image = (image.nbytes + gradient.nbytes) // max(1, image.shape[0])
     if weight.shape[-1] > WIDEST:

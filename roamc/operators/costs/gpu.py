@@ -12,6 +12,7 @@ import math
 import torch
 
 from roamc.operators.call import Call, tensor_at
+from roamc.operators.costs.arguments import computed_size, is_half
 from roamc.units import Bytes, rounded_up
 
 MULTIPROCESSORS, THREADS = 132, 2048
@@ -28,17 +29,17 @@ QUERIES = 128
 
 
 def attention_gradient(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that fused attention backward takes: in 16 bits the gradient of queries and a number for each.
+    """Workspace of fused attention backward: a number for each query, in float32.
 
-    Both are in float32. In float32 it is the number for each query alone; the first ``result`` is not read.
+    In half precision it is the gradient of the queries in float32 as well.
     """
     query = tensor_at(call, 1)
     *heads, length, width = query.shape
-    return 4 * math.prod(heads) * rounded_up(length, QUERIES) * (1 + (width if query.itemsize == 2 else 0))
+    return 4 * math.prod(heads) * rounded_up(length, QUERIES) * (1 + (width if is_half(query) else 0))
 
 
 def staged_sums(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes in which the blocks of a reduction leave their parts, where several share a result.
+    """Workspace of a sum: what the blocks of a reduction leave, where several share a result.
 
     The rules are those of ATen's ``Reduce.cuh`` for results that lie side by side: a block has a column of threads for
     each, or for several of them, and several rows of threads that share its elements; what it leaves counts once for
@@ -61,7 +62,7 @@ def staged_sums(call: Call, result: torch.Tensor) -> Bytes:
     if each < MOST or blocks > at_once:
         return 0
     sharing = max(min(-(-at_once // blocks), -(-each // LEAST)), -(-each // MOST))
-    return 0 if sharing < 2 else max(4, operand.itemsize) * outputs * sharing * width * together
+    return 0 if sharing < 2 else computed_size(operand) * outputs * sharing * width * together
 
 
 def _reduced(call: Call, operand: torch.Tensor) -> set[int]:

@@ -1,7 +1,4 @@
-"""Workspace of operators that resize images or take windows of them on a CPU, as ATen's kernels of torch 2.13 take it.
-
-Each formula takes a call and its first ``result`` and returns bytes.
-"""
+"""Workspace of operators that resize images or take windows of them on a CPU, as ATen's kernels of torch 2.13 do."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from math import prod
 import torch
 
 from roamc.operators.call import Call, tensor_at
-from roamc.operators.costs.arguments import channels_last
+from roamc.operators.costs.arguments import channels_last, is_half
 from roamc.operators.schemas import stem
 from roamc.units import Bytes
 
@@ -30,7 +27,7 @@ READ = {"nearest": 1, "linear": 2, "bilinear": 2, "trilinear": 2, "bicubic": 4, 
 
 
 def resized(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of an upsampling that gives ``result``.
+    """Workspace of an upsampling.
 
     Small results, and those of images that lie channels last, are computed channels last: image and result are copied
     if they do not lie so. Else it is place and weight of every pixel read, for each row, column and plane.
@@ -42,7 +39,7 @@ def resized(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def resized_by_one(call: Call, result: torch.Tensor) -> Bytes:
-    """Return what :func:`resized` does, for one thread: it computes ``bilinear2d`` channels last, whatever its size."""
+    """Workspace of ``upsample_bilinear2d`` with one thread: channels last, whatever its size."""
     return _copies(tensor_at(call, 0), result)
 
 
@@ -69,7 +66,7 @@ def _read(call: Call) -> int:
 
 
 def resized_smoothly(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of an upsampling with antialiasing that gives ``result``.
+    """Workspace of an upsampling with antialiasing.
 
     It is the image with the result's width, if it has another, and place and weight of every pixel read, for each row
     and column.
@@ -88,16 +85,15 @@ def _weights(call: Call, image: torch.Tensor, result: torch.Tensor) -> Iterator[
 
 
 def image_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of an upsampling's backward that gives ``result``.
+    """Workspace of each thread in an upsampling's backward in half precision; in other dtypes 0.
 
-    In half precision they are an image of ``result`` in float32 if that lies channels last, else one channel of it; in
-    other dtypes 0.
+    It is an image of ``result`` in float32 if that lies channels last, else one channel of it.
     """
-    if result.itemsize != 2:
+    if not is_half(result):
         return 0
     return 4 * prod(result.shape[1:] if channels_last(result) else result.shape[2:])
 
 
 def windows_added(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``unfold_backward`` that gives ``result``: places along ``dim``."""
+    """Workspace of ``unfold_backward``: places along ``dim``."""
     return INDEX * result.shape[call.args[2]] if result.dim() else 0

@@ -1,7 +1,6 @@
 """Workspace of factors, inverses and functions of matrices on a CPU: read off the heap with torch 2.13.
 
-Each formula takes a call and its first ``result`` and returns bytes. LAPACK's buffer is counted once for all
-matrices of a batch, its pivots and flags once for each.
+LAPACK's buffer is counted once for all matrices of a batch, its pivots and flags once for each.
 """
 
 from __future__ import annotations
@@ -45,41 +44,31 @@ TALL = 11 / 6
 
 
 def exponential(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_matrix_exp`` that gives ``result``.
-
-    It holds powers of the matrix and sums of them, see :data:`EXPONENTIAL`.
-    """
+    """Workspace of ``linalg_matrix_exp``: powers of the matrix and sums of them, see :data:`EXPONENTIAL`."""
     count = _matrices(result)
     return result.nbytes * (EXPONENTIAL if count == 1 else EXPONENTIALS) + 2 * FLAGS * count
 
 
 def inverse(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_inv_ex`` that gives ``result`` first.
-
-    It holds the factors, a pivot for each row of the result, and LAPACK's status for each matrix, see :data:`FLAGS`.
-    """
+    """Workspace of ``linalg_inv_ex``: the factors, a pivot for each row, and LAPACK's status for each matrix."""
     return result.nbytes + rows_of(result) * PIVOT + _matrices(result) * FLAGS
 
 
 def pivots(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of a determinant or ``lu_unpack``; its first ``result`` is not read.
-
-    It holds two pivots for each row of the first argument, and a status for each matrix, see :data:`FLAGS`.
-    """
+    """Workspace of a determinant: two pivots for each row of the argument, and a status for each matrix."""
     read = tensor_at(call, 0)
     return rows_of(read) * 2 * PIVOT + _matrices(read) * FLAGS
 
 
 def factored_symmetric(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes of LAPACK's buffer for one matrix in a call of ``linalg_ldl_factor_ex``: of ``result``."""
+    """Workspace of ``linalg_ldl_factor_ex``: LAPACK's buffer for one matrix."""
     return LINES * result.shape[-1] * result.itemsize
 
 
 def unpacked(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``lu_unpack``; its first ``result`` is not read.
+    """Workspace of ``lu_unpack``: two pivots for each row or column of the shorter side.
 
-    It holds two pivots for each row or column of the shorter side, or a copy of the square part of matrices of a batch
-    that are not square.
+    For matrices of a batch that are not square it is a copy of their square part, if that is more.
     """
     read = tensor_at(call, 0)
     short, long = sorted(read.shape[-2:])
@@ -88,20 +77,20 @@ def unpacked(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def factored(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_lu``: factors, pivots and status, and :func:`unpacked`."""
+    """Workspace of ``linalg_lu``: factors, pivots and status, and that of :func:`unpacked`."""
     read = tensor_at(call, 0)
     return read.nbytes + _matrices(read) * (min(read.shape[-2:]) * PIVOT + STATUS) + unpacked(call, result)
 
 
 def pivots_checked(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_lu_solve``: a flag for each pivot. ``result`` is not read."""
+    """Workspace of ``linalg_lu_solve``: a flag for each pivot."""
     return tensor_at(call, 1).numel()
 
 
 def solved_by_triangle(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_solve_triangular`` that gives ``result``.
+    """Workspace of ``linalg_solve_triangular``: a copy of the triangle for each result.
 
-    It is a copy of the triangular matrices, one for each of the batch, unless they lie in order and none is shared.
+    It is 0 if the triangles lie in order and none is shared.
     """
     triangles = tensor_at(call, 0)
     if triangles.shape[:-2] == result.shape[:-2] and in_order(triangles):
@@ -110,20 +99,20 @@ def solved_by_triangle(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def status(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call that gives ``result`` and raises if LAPACK says so: :data:`STATUS`."""
+    """Workspace of an operator that raises if LAPACK says so, see :data:`STATUS`."""
     return STATUS * _matrices(result)
 
 
 def copied_result(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call that computes ``result`` elsewhere and copies it, with :func:`status`."""
+    """Workspace of an operator that computes its result elsewhere and copies it, with :func:`status`."""
     return result.nbytes + status(call, result)
 
 
 def singular(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_linalg_svd``; its first ``result`` is not read.
+    """Workspace of ``_linalg_svd``: a copy of the argument, and LAPACK's buffer for one matrix.
 
-    It holds a copy of the argument, and LAPACK's buffer for one matrix. With vectors the buffer holds three squares of
-    the shorter side, or four if the matrix is made square first, which takes some lines of the longer side.
+    With vectors the buffer holds three squares of the shorter side, or four if the matrix is made square first, which
+    takes some lines of the longer side.
     """
     read = tensor_at(call, 0)
     full = call.args[1] if len(call.args) > 1 else False
@@ -137,10 +126,7 @@ def singular(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def pseudo_inverse(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_pinv`` that gives ``result``.
-
-    It holds singular vectors, products of them, and LAPACK's buffer.
-    """
+    """Workspace of ``linalg_pinv``: singular vectors, products of them, and LAPACK's buffer."""
     short, long = sorted(result.shape[-2:])
     squares = _matrices(result) * short * short * result.itemsize
     tall = SQUARED * long if long > TALL * short else 0
@@ -149,42 +135,41 @@ def pseudo_inverse(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def eigen(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_linalg_eigh``; its first ``result`` is not read.
-
-    It is LAPACK's buffer for one matrix, as large as two such matrices and :data:`LINES` rows.
-    """
+    """Workspace of ``_linalg_eigh``: LAPACK's buffer, as large as two matrices and :data:`LINES` rows."""
     side = tensor_at(call, 0).shape[-1]
     return (2 * side + LINES) * side * tensor_at(call, 0).itemsize
 
 
 def eigen_general(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_eig`` that gives the values as ``result`` first.
+    """Workspace of ``linalg_eig``: copies, the parts of the values, and LAPACK's buffer.
 
-    It is a copy of the argument, the vectors as LAPACK gives them, the parts of the values, and LAPACK's buffer.
+    Copied are the argument, and the vectors as LAPACK gives them.
     """
     read = tensor_at(call, 0)
     return 2 * read.nbytes + result.nbytes + EIGEN_LINES * read.shape[-1] * read.itemsize
 
 
 def eigen_values(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_eigvals``, as :func:`eigen_general` without vectors."""
+    """Workspace of ``linalg_eigvals``: as for :func:`eigen_general`, without vectors."""
     read = tensor_at(call, 0)
     return read.nbytes + result.nbytes + LINES * read.shape[-1] * read.itemsize
 
 
 def reflectors(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``linalg_qr`` or ``linalg_householder_product``.
+    """Workspace of ``linalg_qr`` and ``linalg_householder_product``.
 
-    It is a factor for each row or column of the shorter side, and LAPACK's buffer for one matrix: 3/8 of its longer
-    sides up to 192, then 3/16, and 96 at least if there are so many, else 16 at least. One thread alone takes a third.
-    The call's first ``result`` is not read.
+    It is a factor for each row or column of the shorter side, and LAPACK's buffer, see :func:`householder`.
     """
     read = tensor_at(call, 0)
     return _matrices(read) * min(read.shape[-2:]) * read.itemsize + householder(call, result)
 
 
 def householder(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes of LAPACK's buffer in a call of ``geqrf``, see :func:`reflectors`; ``result`` is not read."""
+    """Workspace of ``geqrf``: LAPACK's buffer for one matrix, in lines of the longer side.
+
+    It has 3/8 as many as the shorter side up to 192, then 3/16; 96 at least if there are so many, else 16 at least. A
+    single thread takes a third.
+    """
     read = tensor_at(call, 0)
     short, long = sorted(read.shape[-2:])
     lines = max(min(max(short, SQUARED), 2 * LINES), 3 * min(short, 512) // 8, 3 * short // 16)
@@ -192,9 +177,9 @@ def householder(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def reflected(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``ormqr`` that gives ``result``: LAPACK's buffer for one matrix.
+    """Workspace of ``ormqr``: LAPACK's buffer for one matrix, in lines of the longer side, and a square.
 
-    It is as many lines of the longer side as there are reflectors, in whole groups of 8, at most 64, and a square.
+    There are as many lines as reflectors, in whole groups of 8, and 64 at most.
     """
     reflectors_of_one = tensor_at(call, 1).shape[-1]
     lines = min(BLOCK, rounded_up(reflectors_of_one, BLOCK // 8))
@@ -202,10 +187,7 @@ def reflected(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def copied_factor(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``cholesky_solve`` that gives ``result``.
-
-    It holds a copy of the factor, and LAPACK's status for each matrix, see :data:`FLAGS`.
-    """
+    """Workspace of ``cholesky_solve``: a copy of the factor, and LAPACK's status for each matrix."""
     return tensor_at(call, 1).nbytes + _matrices(result) * FLAGS
 
 

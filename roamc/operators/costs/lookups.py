@@ -1,15 +1,15 @@
 """Workspace of operators that read, sort or add by index, on a CPU: read off the heap with torch 2.13.
 
-Each formula takes a call and its first ``result`` and returns bytes.
+Numbers that these docstrings count are indices and the like, of 8 bytes each, see :data:`INDEX`.
 """
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 
-from roamc.operators.call import Call, fakes, tensor_at, tensors_in
+from roamc.operators.call import Call, broadcast_elements, fakes, rows_of, tensor_at, tensors_in
+from roamc.operators.costs.arguments import is_half
+from roamc.operators.costs.cost import Cost
 from roamc.operators.schemas import argument_of
 from roamc.units import Bytes
 
@@ -26,35 +26,23 @@ SPREAD = 16
 """Rows with one index each are sorted from this many columns on; narrower ones are scattered element by element."""
 
 
-def largest_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``topk``; its first ``result`` is not read.
+def by_row(kind: str, each: Bytes) -> Cost:
+    """Return the costs of an operator that takes ``each`` bytes for every element along ``dim``.
 
-    They are a value and an index of 8 bytes each for every element along ``dim``; 0 for a single row, see
-    :func:`largest`.
+    Each thread takes them; of a single row, the one thread that computes it.
     """
-    return 0 if _one_row(call) else 2 * INDEX * _along(call)
 
+    def of_one(call: Call, result: torch.Tensor) -> Bytes:
+        return each * _along(call) if _one_row(call) else 0
 
-def largest(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``topk`` of a single row, by one thread; ``result`` is not read."""
-    return 2 * INDEX * _along(call) if _one_row(call) else 0
+    def per_thread(call: Call, result: torch.Tensor) -> Bytes:
+        return 0 if _one_row(call) else each * _along(call)
 
-
-def sorted_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes at most in a call of ``sort``: 8 for every element along ``dim``.
-
-    They are 0 for a single row, see :func:`in_sequence`. The call's first ``result`` is not read.
-    """
-    return 0 if _one_row(call) else INDEX * _along(call)
-
-
-def in_sequence(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``sort`` of a single row, by one thread; ``result`` is not read."""
-    return INDEX * _along(call) if _one_row(call) else 0
+    return Cost(kind, workspace=of_one, thread_workspace=per_thread)
 
 
 def counted_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``mode``: a value and an index for all along ``dim``."""
+    """Workspace of each thread in ``mode``: a value and an index for every element along ``dim``."""
     return 2 * INDEX * _along(call)
 
 
@@ -69,32 +57,55 @@ def _along(call: Call) -> int:
     return read.shape[dim] if read.dim() else 1
 
 
-def index_add(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``index_add`` that gives ``result``.
+def multinomial(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``multinomial``: two tensors like the probabilities.
 
-    Along the first dimension it is five numbers of 8 bytes for every index, which are sorted. Along the last, in half
-    precision, it is the result in float32.
+    For several without replacement it is what ``topk`` takes of a row, and one such tensor, if that is more.
+    """
+    read = tensor_at(call, 0)
+    return max(2 * read.nbytes, read.nbytes + (_chosen(call) if rows_of(read) == 1 else 0))
+
+
+def multinomial_per_thread(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of each thread in ``multinomial`` of several rows, see :func:`multinomial`."""
+    return _chosen(call) if rows_of(tensor_at(call, 0)) > 1 else 0
+
+
+def _chosen(call: Call) -> Bytes:
+    """Bytes of an element and an index for all of a row, if several are drawn without replacement."""
+    several = call.args[1] > 1 and not (len(call.args) > 2 and call.args[2])
+    return 2 * INDEX * tensor_at(call, 0).shape[-1] if several else 0
+
+
+def kth_value(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``kthvalue``: a copy of all values, and an index for each."""
+    read = tensor_at(call, 0)
+    return read.numel() * (read.itemsize + INDEX)
+
+
+def index_add(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``index_add``.
+
+    Along the first dimension it is five numbers for every index, which are sorted. Along the last, in half precision,
+    it is the result in float32.
     """
     dim = call.args[1] % max(1, result.dim())
     ordered = 5 * INDEX * tensor_at(call, 2).numel() if dim == 0 else 0
-    return ordered + (4 * result.numel() if result.itemsize == 2 and dim == result.dim() - 1 else 0)
+    return ordered + (4 * result.numel() if is_half(result) and dim == result.dim() - 1 else 0)
 
 
 def bags(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_embedding_bag``; its first ``result`` is not read.
-
-    It is a number of 8 bytes for every bag; for means one for every index, if these are more.
-    """
+    """Workspace of ``_embedding_bag``: a number for every bag; for means one for every index, if these are more."""
     indices, offsets = tensor_at(call, 1), tensor_at(call, 2)
     return INDEX * (max(indices.numel(), offsets.numel()) if _mode(call, 4) == MEAN else offsets.numel())
 
 
 def bags_backward(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_embedding_bag_backward``; its first ``result`` is not read.
+    """Workspace of ``_embedding_bag_backward``.
 
-    It is five numbers of 8 bytes for every index: index and place, both sorted as well, and bag; and two for every row
-    of the table. For largest elements it is an element and a number for every element of the gradient, and a number for
-    every bag.
+    It is five numbers for every index: index and place, both sorted as well, and bag; and two for every row of the
+    table. For largest elements it is an element and a number for every element of the gradient, and a number for every
+    bag.
     """
     gradient, indices, offsets = (tensor_at(call, at) for at in range(3))
     if _mode(call, 8) == LARGEST:
@@ -104,11 +115,9 @@ def bags_backward(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def bags_dense_backward(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_embedding_bag_dense_backward``.
+    """Workspace of ``_embedding_bag_dense_backward``.
 
-    It is four numbers of 8 bytes for every index: index and place, both sorted as well; and two for every row of the
-    table. In the mode that takes the largest elements it is one element and one number for every element of the
-    gradient, and a number for every bag. The call's first ``result`` is not read.
+    It is as for :func:`bags_backward`, but four numbers for every index: its bag is known.
     """
     gradient, indices = tensor_at(call, 0), tensor_at(call, 1)
     if _mode(call, 7) == LARGEST:
@@ -122,9 +131,9 @@ def _mode(call: Call, position: int) -> int:
 
 
 def median(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``median`` or ``nanmedian``; its first ``result`` is not read.
+    """Workspace of ``median`` and ``nanmedian``: a copy of the argument to sort.
 
-    It is a copy of the argument to sort; 0 if the call has a dimension and the elements along it lie side by side.
+    It is 0 if the call has a dimension and the elements along it lie side by side.
     """
     read = tensor_at(call, 0)
     if len(call.args) > 1 and read.dim() and 1 in (read.stride(call.args[1]), read.shape[call.args[1]]):
@@ -133,27 +142,23 @@ def median(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def median_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``median`` or ``nanmedian``; ``result`` is not read.
-
-    They are an index for every element along the dimension, if the call has one.
-    """
+    """Workspace of each thread in ``median`` along a dimension: an index for every element along it."""
     return INDEX * _along(call) if len(call.args) > 1 else 0
 
 
 def scatter_reduce(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``scatter_reduce`` that gives ``result``.
+    """Workspace of ``scatter_reduce``.
 
-    If each row has one index, it is four numbers of 8 bytes for every row: torch sorts the rows. Else a mean takes a
-    tensor like the result, one like the larger of result and source, and a byte (four in half precision) for every
-    element of the result; any other reduction takes the result in float32 in half precision, else nothing.
+    If each row has one index, it is four numbers for every row: torch sorts the rows. Else a mean takes a tensor like
+    the result, one like the larger of result and source, and a byte (four in half precision) for every element of the
+    result; any other reduction takes the result in float32 in half precision, else nothing.
     """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
-    half = result.itemsize == 2 and result.is_floating_point()
     if _by_rows(tensor_at(call, 0), call.args[1], index, source):
         return 4 * INDEX * index.shape[0]
     if call.args[4] != "mean":
-        return 4 * result.numel() if half else 0
-    return result.nbytes + max(result.nbytes, source.nbytes) + result.numel() * (4 if half else 1)
+        return 4 * result.numel() if is_half(result) else 0
+    return result.nbytes + max(result.nbytes, source.nbytes) + result.numel() * (4 if is_half(result) else 1)
 
 
 def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> bool:
@@ -166,10 +171,10 @@ def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.
 
 
 def index_reduce(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``index_reduce`` that gives ``result``.
+    """Workspace of ``index_reduce``: 0, but for means.
 
-    It is 0, except for mode "mean". A mean takes a tensor of ones as large as the source, their sums, as large as the
-    result, and along the first dimension four integers of 8 bytes for every index.
+    A mean takes a tensor of ones as large as the source, their sums, as large as the result, and along the first
+    dimension four numbers for every index.
     """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
     ordered = 4 * INDEX * index.numel() if call.args[1] % max(1, result.dim()) == 0 else 0
@@ -177,20 +182,19 @@ def index_reduce(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def masked_scatter_backward(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``masked_scatter_backward``.
+    """Workspace of ``masked_scatter_backward``.
 
-    It holds the mask, in the shape of the gradient, as integers of 8 bytes, and their running sums; the gradients that
-    it picks are there when these are gone. The call's first ``result`` is not read.
+    It holds the mask, in the shape of the gradient, as numbers, and their running sums; the gradients that it picks are
+    there when these are gone.
     """
-    elements: int = prod(torch.broadcast_shapes(*(tensor_at(call, at).shape for at in (0, 1))))
-    return 2 * INDEX * elements
+    return 2 * INDEX * broadcast_elements(call)
 
 
 def is_in(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``isin`` that gives ``result``, at the upper end.
+    """Workspace of ``isin``, at the upper end; 0 for few test elements.
 
-    It is 0 for few test elements. For many, elements and test elements are sorted, those that occur several times once:
-    how many there are cannot be known before.
+    For many, elements and test elements are sorted, those that occur several times once: how many there are cannot be
+    known before.
     """
     if not all(isinstance(value, torch.Tensor) for value in fakes(call.args[:2])):
         return 0
@@ -202,12 +206,12 @@ def is_in(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def bags_of_weights(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of ``_embedding_bag_per_sample_weights_backward``: two numbers for every index."""
+    """Workspace of ``_embedding_bag_per_sample_weights_backward``: two numbers for every index."""
     return 2 * INDEX * tensor_at(call, 2).numel()
 
 
 def masked_index(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of ``_unsafe_masked_index`` or its sum of values; ``result`` is not read.
+    """Workspace of ``_unsafe_masked_index`` and of its sum of values.
 
     It is an element and a flag for every element of the mask, and indices within bounds.
     """

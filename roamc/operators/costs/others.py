@@ -1,7 +1,4 @@
-"""Workspace of other operators on a CPU: norms, losses, sums, transforms, distances.
-
-Each formula takes a call and its first ``result`` and returns bytes.
-"""
+"""Workspace of other operators on a CPU: losses, sums, transforms, distances."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ from math import prod
 
 import torch
 
-from roamc.operators.call import Call, rows_of, tensor_at
+from roamc.operators.call import Call, broadcast_elements, rows_of, tensor_at
+from roamc.operators.costs.arguments import is_half
 from roamc.operators.counter import PIECE, PIECE_BYTES
 from roamc.operators.kernels import piece_elements
 from roamc.operators.scores import BYTES_OF_A_LABEL
@@ -22,71 +20,63 @@ FOURIER: Bytes = 104
 
 
 def first_again(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call that copies its first argument, or makes one tensor of its size.
-
-    The call's first ``result`` is not read.
-    """
+    """Workspace of an operator that copies its first argument, or makes one tensor of its size."""
     return tensor_at(call, 0).nbytes
 
 
 def dropout_piece(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of roamc's ``native_dropout_backward`` that gives ``result``.
+    """Workspace of roamc's ``native_dropout_backward``: one piece of the mask, in the dtype of ``result``.
 
-    It is one piece of the mask, see :func:`roamc.operators.kernels.piece_elements`, in the dtype of ``result``.
+    See :func:`roamc.operators.kernels.piece_elements`.
     """
     return piece_elements(tensor_at(call, 0)) * result.itemsize
 
 
 def piece_of_a_mask(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``counter_mask`` that gives ``result``, outside of groups."""
+    """Workspace of ``counter_mask`` outside of groups."""
     return min(PIECE_BYTES, PIECE_BYTES // PIECE * result.numel())
 
 
 def labels(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``label_scores`` or ``nll_of_scores``; ``result`` is not read."""
+    """Workspace of ``label_scores`` and ``nll_of_scores``."""
     return BYTES_OF_A_LABEL * tensor_at(call, 1).numel()
 
 
 def summed(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``sum`` that gives ``result``.
+    """Workspace of ``sum``: the argument converted to the result's dtype, if the two dtypes differ.
 
-    It is the argument converted to the result's dtype, if the two dtypes differ. If they are the same, it is 0, except
-    in half precision if the summed dimensions do not lie in memory as one: then it is the argument in float32.
+    If they are the same, it is 0, except in half precision if the summed dimensions do not lie in memory as one: then
+    it is the argument in float32.
     """
     read = tensor_at(call, 0)
     if read.dtype != result.dtype:
         return read.numel() * result.itemsize
     scattered = not _in_one_row(read, call.args[1] if len(call.args) > 1 else ())
-    return read.numel() * 4 if scattered and _is_half(read) else 0
+    return read.numel() * 4 if scattered and is_half(read) else 0
 
 
 def averaged(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``mean`` that gives ``result``.
+    """Workspace of ``mean``: the argument converted to the result's dtype, if the two dtypes differ.
 
-    It is the argument converted to the result's dtype, if the two dtypes differ. If they are the same, it is argument
-    and result in float32 in half precision, else 0.
+    If they are the same, it is argument and result in float32 in half precision, else 0.
     """
     read = tensor_at(call, 0)
     if read.dtype != result.dtype:
         return read.numel() * result.itemsize
-    return (read.numel() + result.numel()) * 4 if _is_half(read) else 0
-
-
-def _is_half(tensor: torch.Tensor) -> bool:
-    return tensor.itemsize == 2 and tensor.is_floating_point()
+    return (read.numel() + result.numel()) * 4 if is_half(read) else 0
 
 
 def cast_to_result(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of a reduction that gives ``result`` first.
+    """Workspace of a reduction that converts its first argument to the result's dtype.
 
-    It is the first argument converted to the result's dtype, if the two dtypes differ and the argument is real; else 0.
+    It is 0 if the two dtypes are the same, or the argument is complex.
     """
     read = tensor_at(call, 0)
     return 0 if read.dtype == result.dtype or read.is_complex() else read.numel() * result.itemsize
 
 
 def fourier(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_fft_r2c`` or ``_fft_c2c``; its first ``result`` is not read.
+    """Workspace of ``_fft_r2c`` and ``_fft_c2c``.
 
     It is a buffer for one row along the longest dimension that is transformed, and a copy of the argument if the
     dimensions that are not transformed do not lie as one in memory.
@@ -95,10 +85,10 @@ def fourier(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def fourier_to_real(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_fft_c2r``; its first ``result`` is not read.
+    """Workspace of ``_fft_c2r``: for one dimension as in :func:`fourier`.
 
-    For one dimension it is as in :func:`fourier`. For several it is a complex copy, in which all but the last are
-    transformed first, and the larger workspace of both stages.
+    For several it is a complex copy, in which all but the last are transformed first, and the larger workspace of both
+    stages.
     """
     read, (*others, last) = tensor_at(call, 0), call.args[1]
     if not others:
@@ -115,10 +105,9 @@ def _batched(tensor: torch.Tensor, dims: Sequence[int]) -> Bytes:
 
 
 def distances(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_euclidean_dist`` that gives ``result``.
+    """Workspace of ``_euclidean_dist``: copies of both sets of points with two columns more.
 
-    It holds copies of both sets of points with two columns more. Before there is a result, the first set is there
-    twice.
+    Before there is a result, the first set is there twice.
     """
     first, second = tensor_at(call, 0), tensor_at(call, 1)
     more = 2 * (rows_of(first) + rows_of(second)) * result.itemsize
@@ -126,18 +115,12 @@ def distances(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def pairs(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_cdist_forward``; its first ``result`` is not read.
-
-    It holds a copy of each set of points that is broadcast over the batch; else it is 0.
-    """
+    """Workspace of ``_cdist_forward``: a copy of each set of points that is broadcast over the batch."""
     return _repeated(tensor_at(call, 0), tensor_at(call, 1))
 
 
 def pairs_backward(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_cdist_backward``: the copies that :func:`pairs` counts.
-
-    The sets of points are arguments 1 and 2. The call's first ``result`` is not read.
-    """
+    """Workspace of ``_cdist_backward``: the copies that :func:`pairs` counts."""
     return _repeated(tensor_at(call, 1), tensor_at(call, 2))
 
 
@@ -155,25 +138,21 @@ def _in_one_row(tensor: torch.Tensor, dims: Sequence[int] | None) -> bool:
 
 
 def logits_loss(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``binary_cross_entropy_with_logits``.
+    """Workspace of ``binary_cross_entropy_with_logits``, in float32.
 
-    It is two tensors like the argument in float32, without a reduction one; one more if the argument is not contiguous.
-    The call's first ``result`` is not read.
+    It is two tensors like the argument, without a reduction one; one more if the argument is not contiguous.
     """
     read, reduced = tensor_at(call, 0), len(call.args) < 5 or call.args[4] != 0
     return 4 * (1 + reduced + (not read.is_contiguous())) * read.numel()
 
 
 def half_in_float32(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call that computes half precision in float32.
-
-    It is the call's first ``result`` in float32 if ``result`` has 16 bits an element, else 0. ``call`` is not read.
-    """
-    return 4 * result.numel() if result.itemsize == 2 else 0
+    """Workspace of an operator whose result is computed in float32 in half precision; in other dtypes 0."""
+    return 4 * result.numel() if is_half(result) else 0
 
 
 def safe_softmax(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_safe_softmax`` that gives ``result``.
+    """Workspace of ``_safe_softmax``.
 
     It is a byte for every element of the result, which says whether the element is finite, and one for every row.
     """
@@ -182,66 +161,34 @@ def safe_softmax(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def losses(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of a loss that gives ``result`` first.
+    """Workspace of a loss that is summed or averaged: the losses of the elements; without a reduction 0.
 
-    Where the losses of the elements are summed or averaged, it is these losses, and in half precision a copy of them in
-    float32, which is what is summed; without a reduction it is 0.
+    In half precision it is also a copy of them in float32, which is what is summed.
     """
     read = tensor_at(call, 0)
     return read.nbytes + half_in_float32(call, read) if result.numel() < read.numel() else 0
 
 
 def losses_behind(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of eager's call of a loss that keeps every element's loss in the result's storage.
+    """Workspace of a loss in eager that keeps the losses of the elements in the result's storage.
 
-    It is these losses in float32 in half precision, if they are summed or averaged; else 0. The call gives ``result``
-    first.
+    If they are summed or averaged, in half precision, it is these losses in float32; else 0.
     """
     read = tensor_at(call, 0)
     return half_in_float32(call, read) if result.numel() < read.numel() else 0
 
 
 def rolled(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``roll`` that gives ``result``.
+    """Workspace of ``roll``: a copy for each dimension but the first, as torch rolls one after the other.
 
-    It is a copy for each dimension but the first, as torch rolls one after the other. Without dimensions it is a copy
-    of an argument that is not contiguous.
+    Without dimensions it is a copy of an argument that is not contiguous.
     """
     dims = call.args[2] if len(call.args) > 2 else ()
     return result.nbytes * (len(dims) - 1 if dims else not tensor_at(call, 0).is_contiguous())
 
 
-def multinomial(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``multinomial``; its first ``result`` is not read.
-
-    It is two tensors like the probabilities; for several without replacement what ``topk`` takes of a row, and one.
-    """
-    read = tensor_at(call, 0)
-    return max(2 * read.nbytes, read.nbytes + (_chosen(call) if rows_of(read) == 1 else 0))
-
-
-def multinomial_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``multinomial`` of several rows, see :func:`multinomial`."""
-    return _chosen(call) if rows_of(tensor_at(call, 0)) > 1 else 0
-
-
-def _chosen(call: Call) -> Bytes:
-    """Bytes of an element and an index for all of a row, if several are drawn without replacement."""
-    several = call.args[1] > 1 and not (len(call.args) > 2 and call.args[2])
-    return 16 * tensor_at(call, 0).shape[-1] if several else 0
-
-
-def kth_value(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``kthvalue``; its first ``result`` is not read.
-
-    It is a copy of all values, and an index of 8 bytes for each.
-    """
-    read = tensor_at(call, 0)
-    return read.numel() * (read.itemsize + 8)
-
-
 def margins_backward(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``soft_margin_loss_backward``: three tensors like its ``result``.
+    """Workspace of ``soft_margin_loss_backward``: three tensors like its ``result``.
 
     They are gone before there is a result, so that only two are beside it.
     """
@@ -249,52 +196,48 @@ def margins_backward(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def powers_of_two(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``ldexp`` that gives ``result``: the powers of two."""
+    """Workspace of ``ldexp``: the powers of two."""
     return tensor_at(call, 1).numel() * result.itemsize
 
 
 def magnitudes(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``isinf``: the magnitudes of its argument. ``result`` is not read."""
+    """Workspace of ``isinf``: the magnitudes of its argument."""
     read = tensor_at(call, 0)
     return read.nbytes if read.is_floating_point() else 0
 
 
 def differences(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``dist`` that gives ``result``: the differences of its arguments."""
-    elements: int = prod(torch.broadcast_shapes(*(tensor_at(call, at).shape for at in (0, 1))))
-    return elements * result.itemsize
+    """Workspace of ``dist``: the differences of its arguments."""
+    return broadcast_elements(call) * result.itemsize
 
 
 def gammas(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of eager's call of ``mvlgamma`` that gives ``result``: each term of its sums."""
+    """Workspace of eager's ``mvlgamma``: each term of its sums."""
     terms: int = call.args[1]
     return terms * result.nbytes
 
 
 def gammas_copied(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of ``mvlgamma`` into given memory: as :func:`gammas`, and ``result`` once more."""
+    """Workspace of ``mvlgamma`` into given memory: as :func:`gammas`, and ``result`` once more."""
     return gammas(call, result) + result.nbytes
 
 
 def padded_parts(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_chunk_cat``: its padded arguments, together like ``result``."""
+    """Workspace of ``_chunk_cat``: its padded arguments, together like ``result``."""
     return result.nbytes
 
 
 def flags(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``all`` or ``any``: the argument as flags. ``result`` is not read."""
+    """Workspace of ``all`` and ``any``: the argument as flags."""
     read = tensor_at(call, 0)
     return read.numel() if read.dtype not in (torch.bool, torch.uint8) else 0
 
 
 def counts_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``histogram``: counts like its first ``result``."""
+    """Workspace of each thread in ``histogram``: counts like its first ``result``."""
     return result.nbytes
 
 
 def log_sum(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``logsumexp`` that gives ``result``.
-
-    It is the argument's exponentials, and the largest element of each row.
-    """
+    """Workspace of ``logsumexp``: the argument's exponentials, and the largest element of each row."""
     return (tensor_at(call, 0).numel() + result.numel()) * result.itemsize

@@ -16,7 +16,7 @@ import torch
 from roamc.compat_operators import onednn_takes
 from roamc.operators.aligned import copied_bytes
 from roamc.operators.call import Call, fakes, tensor_at, tensors_in
-from roamc.operators.costs.arguments import in_order, matrix
+from roamc.operators.costs.arguments import in_order, is_half, matrix
 from roamc.units import Bytes, rounded_up
 
 ROWS, COLUMNS = 256, 64
@@ -30,8 +30,6 @@ DEPTH = 512
 
 PADDED = 32
 """Columns added to a copied block of the first factor."""
-
-HALF = (torch.bfloat16, torch.float16)
 
 POINTERS: Bytes = 24
 """Bytes of the addresses of three matrices, which MKL is given for each product of a batch."""
@@ -50,11 +48,10 @@ PAGE = 1024
 
 
 def workspace(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``mm``, ``addmm``, ``bmm`` or ``baddbmm`` that gives ``result``.
+    """Workspace of ``mm``, ``addmm``, ``bmm`` and ``baddbmm``.
 
-    What each thread takes is left out, see :func:`per_thread`. Conjugated factors are copied. Batched products also
-    copy factors whose strides the kernel does not read: in half precision all matrices of the batch at once, else one
-    after the other.
+    Conjugated factors are copied. Batched products also copy factors whose strides the kernel does not read: in half
+    precision all matrices of the batch at once, else one after the other.
     """
     first, second = _factors(call)
     conjugated = sum(factor.nbytes for factor in (first, second) if factor.is_conj())
@@ -70,10 +67,7 @@ def workspace(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes of oneDNN's buffers for each thread in a call of ``mm``, ``addmm``, ``bmm`` or ``baddbmm``.
-
-    The call gives ``result``.
-    """
+    """Workspace of each thread in ``mm``, ``addmm``, ``bmm`` and ``baddbmm``: oneDNN's buffers."""
     first, second = _factors(call)
     return thread_bytes(first, second, result)
 
@@ -89,7 +83,7 @@ def shared_bytes(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor
     """
     if _by_onednn(result):
         return SELF
-    return 4 * first.shape[-2] * second.shape[-1] if result.dtype in HALF and first.stride(-1) != 1 else 0
+    return 4 * first.shape[-2] * second.shape[-1] if is_half(result) and first.stride(-1) != 1 else 0
 
 
 def thread_bytes(first: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> Bytes:
@@ -115,18 +109,14 @@ def _by_onednn(result: torch.Tensor) -> bool:
 
 
 def by_vector(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``mv`` that gives ``result``.
-
-    It is the sums in float32, in half precision of a matrix whose columns lie side by side; else 0.
-    """
-    return 4 * result.numel() if result.dtype in HALF and tensor_at(call, 0).stride(1) != 1 else 0
+    """Workspace of ``mv``: the sums in float32, in half precision and if columns lie side by side; else 0."""
+    return 4 * result.numel() if is_half(result) and tensor_at(call, 0).stride(1) != 1 else 0
 
 
 def onednn(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a product by roamc's oneDNN operators that gives ``result``, in float32.
+    """Workspace of a product in float32 by roamc's oneDNN operators.
 
-    What each thread takes is left out, see :func:`onednn_per_thread`. All matrices of a batch are copied at once if
-    they are not contiguous.
+    All matrices of a batch are copied at once if they are not contiguous.
     """
     if result.dim() < 3:
         return SELF
@@ -134,13 +124,11 @@ def onednn(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def onednn_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes, at most, in a product by roamc's oneDNN operators in float32.
+    """Workspace of each thread in a product in float32 by roamc's oneDNN operators, at most.
 
-    They hold blocks of transposed factors and, for products that add to an argument, the sums of a block. The call's
-    ``result`` is not read.
-
-    Measured with 1, 2 and 4 threads on 450 products of 1 to 4,096 on a side: three quarters of this in the median, and
-    at most 0.1 MB for each thread more.
+    It holds blocks of transposed factors and, for products that add to an argument, the sums of a block. Measured with
+    1, 2 and 4 threads on 450 products of 1 to 4,096 on a side: three quarters of this in the median, and at most 0.1 MB
+    for each thread more.
     """
     first, second = _factors(call)
     rows, depth = min(first.shape[-2], BLOCK_ROWS), min(first.shape[-1], BLOCK_DEPTH)
@@ -151,16 +139,16 @@ def onednn_per_thread(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def aligned(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes of the copies in a product by roamc's operators for rows that are not aligned."""
+    """Workspace of a product by roamc's operators for rows that are not aligned: copies."""
     first, second = _factors(call)
     return copied_bytes(first, second, result)
 
 
 def trilinear(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the workspace in bytes of a call of ``_trilinear`` beside each thread's; its ``result`` is not read.
+    """Workspace of ``_trilinear``.
 
-    torch takes one index of the unrolled dimension after the other: two batched products, of which the second reads
-    the result of the first. Each copies its factors unless they lie in its order.
+    torch takes one index of the unrolled dimension after the other: two batched products, of which the second reads the
+    result of the first. Each copies its factors unless they lie in its order.
     """
     first, second = _pairs(call)
     one = first.copied + first.product.nbytes + shared_bytes(first.left, first.right, first.product)
@@ -169,7 +157,7 @@ def trilinear(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def trilinear_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``_trilinear``; its ``result`` is not read."""
+    """Workspace of each thread in ``_trilinear``."""
     return max(thread_bytes(pair.left, pair.right, pair.product) for pair in _pairs(call))
 
 

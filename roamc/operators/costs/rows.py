@@ -145,7 +145,7 @@ ROWS: dict[str, Cost] = {
     # Random.
     **dict.fromkeys(("bernoulli", "uniform", "normal", "exponential", "random"), _DRAW),
     **dict.fromkeys([f"{kind}_like" for kind in ("rand", "randn", "randint")], Cost("random", unread=(0,))),
-    "multinomial": Cost("random", workspace=others.multinomial, thread_workspace=others.multinomial_per_thread),
+    "multinomial": Cost("random", workspace=lookups.multinomial, thread_workspace=lookups.multinomial_per_thread),
     "native_dropout": Cost("random", eager_workspace=others.first_again),
     "native_dropout_backward": Cost(
         "random_backward", workspace=others.dropout_piece, eager_workspace=others.first_again
@@ -201,7 +201,7 @@ ROWS: dict[str, Cost] = {
     "histogram": Cost(thread_workspace=others.counts_per_thread),
     "_chunk_cat": Cost("concatenation", workspace=others.padded_parts),
     "mode": Cost("scan", thread_workspace=lookups.counted_per_thread),
-    "kthvalue": Cost("scan", workspace=others.kth_value),
+    "kthvalue": Cost("scan", workspace=lookups.kth_value),
     # By index.
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), Cost("reduction", picks_from=0, read_as={0: plain})),
     "roamc::label_scores": Cost("reduction", picks_from=0, workspace=others.labels, buffers=others.labels),
@@ -224,8 +224,8 @@ ROWS: dict[str, Cost] = {
     "index_reduce": Cost("scatter", workspace=lookups.index_reduce),
     "masked_scatter": Cost("scatter", read_as={2: plain}),
     "index_add": Cost("scatter", workspace=lookups.index_add),
-    "topk": Cost("scan", workspace=lookups.largest, thread_workspace=lookups.largest_per_thread),
-    "sort": Cost("scan", workspace=lookups.in_sequence, thread_workspace=lookups.sorted_per_thread),
+    "topk": lookups.by_row("scan", 2 * lookups.INDEX),
+    "sort": lookups.by_row("scan", lookups.INDEX),
     "isin": Cost("pointwise", workspace=lookups.is_in),
     "masked_scatter_backward": Cost("scatter", workspace=lookups.masked_scatter_backward),
     # Pooling.

@@ -13,6 +13,7 @@ from math import prod
 import torch
 
 from roamc.operators.call import Call, rows_of, tensor_at
+from roamc.operators.costs.arguments import computed_size, is_half
 from roamc.units import Bytes
 
 TOGETHER: Bytes = 1 << 17
@@ -29,55 +30,47 @@ VECTORS = 64
 
 
 def softmax_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``_softmax`` that gives ``result``.
+    """Workspace of each thread in ``_softmax`` in half precision; in other dtypes 0.
 
-    In half precision they are :data:`VECTORS` rows in float32, along the last dimension one row; in other dtypes 0.
+    It is :data:`VECTORS` rows in float32; along the last dimension one row.
     """
-    if result.itemsize != 2 or not result.dim():
+    if not is_half(result) or not result.dim():
         return 0
     row, _ = _row(result, call.args[1])
     return 4 * VECTORS * row if row else 4 * result.shape[-1]
 
 
 def log_softmax_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``_log_softmax`` that gives ``result``.
+    """Workspace of each thread in ``_log_softmax``.
 
-    They are the largest element and the sum of every row that it computes together, and in half precision, but for rows
+    It is the largest element and the sum of every row that it computes together, and in half precision, but for rows
     along the last dimension, these rows in float32.
     """
     row, rows = _row(result, call.args[1])
     if row:
-        return _element(result) * _together(row, rows, result) * ((row if result.itemsize == 2 else 0) + 2)
+        return computed_size(result) * _together(row, rows, result) * ((row if is_half(result) else 0) + 2)
     last = result.shape[-1] if result.dim() else 1
-    return 2 * _element(result) * min(rows_of(result) if result.dim() else 1, max(1, LAST // max(1, last)))
+    return 2 * computed_size(result) * min(rows_of(result) if result.dim() else 1, max(1, LAST // max(1, last)))
 
 
 def softmax_backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``_softmax_backward_data``; its ``result`` is not read.
+    """Workspace of each thread in ``_softmax_backward_data``; along the last dimension 0.
 
-    They are the sum of every row that it computes together, and in half precision two buffers of these rows in float32,
-    for gradient and result. Along the last dimension they are 0.
+    It is the sum of every row that it computes together, and in half precision two buffers of these rows in float32,
+    for gradient and result.
     """
     return _backward_per_thread(call, 2)
 
 
 def log_softmax_backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Return the bytes that each thread takes in a call of ``_log_softmax_backward_data``; ``result`` is not read.
-
-    They are the sum of every row that it computes together, and in half precision a buffer of these rows in float32.
-    Along the last dimension they are 0.
-    """
+    """As :func:`softmax_backward_per_thread`, with one such buffer."""
     return _backward_per_thread(call, 1)
 
 
 def _backward_per_thread(call: Call, buffers: int) -> Bytes:
     tensor = tensor_at(call, 1)
     row, rows = _row(tensor, call.args[2])
-    return _element(tensor) * _together(row, rows, tensor) * ((buffers * row if tensor.itemsize == 2 else 0) + 1)
-
-
-def _element(tensor: torch.Tensor) -> Bytes:
-    return max(4, tensor.itemsize)
+    return computed_size(tensor) * _together(row, rows, tensor) * ((buffers * row if is_half(tensor) else 0) + 1)
 
 
 def _row(tensor: torch.Tensor, dim: int) -> tuple[int, int]:
