@@ -25,13 +25,11 @@ from roamc.options import Options
 Optimize = Callable[[nn.Module, Mapping[str, Any], bool], "Carried"]
 """Optimizes a module that may have no attributes yet: (module, settings, whether it has recurrent layers)."""
 
-_optimize: list[Optimize] = []
-
-
 class Carried:
     """The compiled call of an optimized module, and its attribute ``__call__``.
 
     Args:
+        optimize: optimizes a copy; a function of a Python module, so that it can be pickled.
         model: the module.
         settings: options as the user set them.
         recurrent: whether the module has recurrent layers.
@@ -39,8 +37,14 @@ class Carried:
     """
 
     def __init__(
-        self, model: nn.Module, settings: Mapping[str, Any], recurrent: bool, call: Callable[..., Any]
+        self,
+        optimize: Optimize,
+        model: nn.Module,
+        settings: Mapping[str, Any],
+        recurrent: bool,
+        call: Callable[..., Any],
     ) -> None:
+        self._optimize = optimize
         self._model = weakref.ref(model)
         self._settings = dict(settings)
         self._recurrent = recurrent
@@ -53,22 +57,10 @@ class Carried:
         copy = memo.get(id(self._model()))
         if not isinstance(copy, nn.Module):
             raise RoamcError("what roamc.optimize has put into a module cannot be copied without the module")
-        return _revived(copy, self._settings, self._recurrent)
+        return self._optimize(copy, self._settings, self._recurrent)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _revived, (self._model(), self._settings, self._recurrent)
-
-
-def _revived(model: nn.Module, settings: Mapping[str, Any], recurrent: bool) -> Carried:
-    """Optimize a copy, whose attributes are yet to come."""
-    (optimize,) = _optimize
-    return optimize(model, settings, recurrent)
-
-
-def revive_by(optimize: Optimize) -> Optimize:
-    """Have copies of optimized modules optimized by this function; return it."""
-    _optimize[:] = [optimize]
-    return optimize
+        return self._optimize, (self._model(), self._settings, self._recurrent)
 
 
 ROAMC, OTHER = "roamc", "other"

@@ -19,7 +19,7 @@ from roamc.compat_dynamo import compile_in_place, has_recurrent_layers
 from roamc.errors import OptionError, RoamcError
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, compile_graph
-from roamc.frontends.compiled_again import Carried, revive_by
+from roamc.frontends.compiled_again import Carried
 from roamc.frontends.eager_calls import checked
 from roamc.frontends.mesh import Mesh, check_tokens, notes_on, parse_mesh, part_of, running_split
 from roamc.frontends.record import Record
@@ -58,7 +58,6 @@ def optimize(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-@revive_by
 def _optimized(model: nn.Module, settings: Mapping[str, Any], recurrent: bool) -> Carried:
     """Compile a module, which may have no attributes yet, and return what it is to carry.
 
@@ -79,7 +78,7 @@ def _optimized(model: nn.Module, settings: Mapping[str, Any], recurrent: bool) -
     _RECORDS[model] = record
     call = model._compiled_call_impl
     assert call is not None
-    carried = model._compiled_call_impl = Carried(model, settings, recurrent, call)
+    carried = model._compiled_call_impl = Carried(_optimized, model, settings, recurrent, call)
     return carried
 
 
