@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from roamc import compat
-from roamc.capture import python_keys
+from roamc.capture import python_keys, python_names
 from roamc.compat_dtensor import is_dtensor, placement_of
 from roamc.errors import CaptureError
 
@@ -123,7 +123,7 @@ def describe(leaf: Any) -> object:
     """
     if isinstance(leaf, torch.Tensor):
         return geometry(leaf)
-    if python_keys.is_iterator(leaf):
+    if python_names.is_iterator(leaf):
         raise CaptureError(
             f"a batch may not hold a {type(leaf).__name__}, an iterator, which advances only while the step is traced: "
             "every later step would compute with the same values; pass the values, such as step(*next(batches))"

@@ -19,7 +19,8 @@ from torch import fx, nn
 
 from roamc import compat, compat_hooks
 from roamc.capture.closures import Closures
-from roamc.capture.python_keys import Seen, iterators_of, of_called
+from roamc.capture.python_keys import Seen, of_called
+from roamc.capture.python_names import iterators_of
 from roamc.capture.python_state import HOOKS
 from roamc.errors import CaptureError
 from roamc.operators import ops

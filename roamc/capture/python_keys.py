@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dis
 import functools
-import io
 import itertools
 import sys
 import threading
@@ -27,11 +25,18 @@ import torch
 from torch import nn
 
 from roamc import compat
+from roamc.capture.python_names import (
+    ABSENT,
+    FUNCTIONS,
+    WHOLE,
+    attributes_in,
+    is_installed,
+    is_torch,
+    variables_of,
+)
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 """Types whose values never change: a key holds the value itself, see :func:`of_plain`."""
-
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 DEEP = 4
 """Levels to which lists of lists and objects with objects are followed; what lies deeper is known by identity alone."""
@@ -50,14 +55,8 @@ CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 NAMED = (*PLAIN, *FUNCTIONS, *CONTAINERS, torch.Tensor, nn.Module)
 """Types of values that are described themselves, not by what functions read of them."""
 
-WHOLE = frozenset({"vars", "asdict", "__dict__"})
-"""Names by which a function reads all attributes of an object."""
-
 COMPUTED = ("__getattr__", "__getattribute__", "__getitem__")
 """Methods of a class that find values of its objects by keys and names that are written nowhere else."""
-
-ABSENT = object()
-"""In the place of the value of a variable or attribute that is missing."""
 
 
 class Same:
@@ -96,8 +95,8 @@ class Seen:
         names: attributes that the functions read, of whatever object, in the order in which they came.
         objects: objects, classes and Python modules that the functions name, by identity.
         owners: identities of the objects that are called, or whose methods are.
-        shared: what classes have for their objects, for objects that are alike: looked up once.
         holders: numbers for what has no identity that counts, such as a functools.partial.
+        shared: what classes have for their objects, for objects that are alike: looked up once.
     """
 
     def __init__(self) -> None:
@@ -208,27 +207,6 @@ def complete(seen: Seen) -> dict[Place, object]:
             return seen.places
 
 
-def iterators_of(function: object) -> Iterator[object]:
-    """Return the iterators that a function names, such as that of a data loader, or that a functools.partial holds.
-
-    Files and ``itertools.count`` do not count: what a function writes or numbers is no part of a step.
-    """
-    values: list[object] = []
-    if isinstance(function, types.MethodType):
-        function = function.__func__
-    if isinstance(function, functools.partial):
-        yield from iterators_of(function.func)
-        values = [*function.args, *function.keywords.values()]
-    if isinstance(function, types.FunctionType):
-        values = [value for _, value in _variables(function)]
-    yield from (value for value in values if is_iterator(value))
-
-
-def is_iterator(value: object) -> bool:
-    """Whether ``value`` gives other values at every use; files and ``itertools.count`` do not count."""
-    return isinstance(value, Iterator) and not isinstance(value, io.IOBase | itertools.count)
-
-
 def of_identity(value: object) -> object:
     """Return a key of which object ``value`` is; all tensors of a trace count as one, as each trace makes new ones."""
     return "traced" if isinstance(value, compat.FakeTensor) else Same(value)
@@ -331,31 +309,13 @@ def _function(value: Any, seen: Seen) -> object:
         return Same(value) if plain else (value.__name__, _held([("", owner)], seen))
     if id(value) not in seen.functions:
         seen.functions.add(id(value))
-        variables = _variables(value)
-        if is_torch(value.__module__):
-            variables = [(name, item) for name, item in variables if isinstance(item, FUNCTIONS)]
-        else:
-            seen.names.update(dict.fromkeys(_attributes(value.__code__)))
+        if not is_torch(value.__module__):
+            seen.names.update(dict.fromkeys(attributes_in(value.__code__)))
         if value.__dict__:
             seen.own(value)
-        for name, item in variables:
+        for name, item in variables_of(value):
             _put((id(value), name), item, seen)
     return Same(value), value.__code__
-
-
-def _variables(function: types.FunctionType) -> list[tuple[str, object]]:
-    """Return the global variables that a function names, its closure contents and its defaults, each by its own name.
-
-    Of a function of torch, whose global variables nobody changes, without these.
-    """
-    named: list[tuple[str, object]] = []
-    if not is_torch(function.__module__):
-        named += [(name, function.__globals__.get(name, ABSENT)) for name in _names(function.__code__)]
-        named += [(f"default {n}", default) for n, default in enumerate(function.__defaults__ or ())]
-        named += [(f"default {name}", default) for name, default in (function.__kwdefaults__ or {}).items()]
-    cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
-    named += [(f"nonlocal {name}", item) for name, item in cells]
-    return [(name, item) for name, item in named if item is not ABSENT]
 
 
 def _held(items: Sequence[tuple[object, object]], seen: Seen) -> tuple[object, ...]:
@@ -414,7 +374,7 @@ def _shared_by(owner: object, kinds: Iterable[type], seen: Seen) -> Iterator[tup
     """Return the attributes that classes have for an object, or for themselves, and that functions in ``seen`` read."""
     for number, kind in enumerate(kinds):
         module = kind.__module__
-        if is_torch(module) or (id(owner) not in seen.owners and _is_installed(sys.modules.get(module))):
+        if is_torch(module) or (id(owner) not in seen.owners and is_installed(sys.modules.get(module))):
             continue
         for name, value in kind.__dict__.items():
             if name in seen.names or _is_implied(name, value, owner):
@@ -444,61 +404,9 @@ def _computes(kind: type) -> bool:
 def _is_watched(value: object) -> bool:
     """Whether attributes of an object may be what a step reads: it is neither torch's nor a library, or holds some."""
     if isinstance(value, types.ModuleType):
-        return not _is_installed(value)
+        return not is_installed(value)
     kind = value if isinstance(value, type) else type(value)
-    if is_torch(kind.__module__) or not _is_installed(sys.modules.get(kind.__module__)):
-        return not is_torch(kind.__module__)
-    return kind is not value and bool(_attributes_in(value))
-
-
-def _is_installed(module: types.ModuleType | None) -> bool:
-    """Whether a Python module comes with Python or was installed, so that it is not the user's to change."""
-    file = getattr(module, "__file__", None)
-    if module is None or module.__name__.partition(".")[0] in sys.stdlib_module_names:
-        return module is None or module.__name__ != "__main__"
-    return file is not None and ("site-packages" in file or "dist-packages" in file)
-
-
-def _content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing has been put there yet
-        return ABSENT
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Names of the global variables that a function and those inside it read."""
-    return _read_by(code, ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
-
-
-@functools.lru_cache(maxsize=4096)
-def _attributes(code: types.CodeType) -> tuple[str, ...]:
-    """Names of the attributes that a function and those inside it read, of whatever object, by ``getattr`` as well."""
-    named = _read_by(code, ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
-    return tuple(dict.fromkeys((*named, *_words(code.co_consts), *WHOLE.intersection(_names(code)))))
-
-
-def _words(constants: Iterable[object]) -> Iterator[str]:
-    """Strings in a function and in those inside it that may be names of attributes."""
-    for part in constants:
-        if isinstance(part, types.CodeType):
-            yield from _words(part.co_consts)
-        elif isinstance(part, tuple | frozenset):
-            yield from _words(part)
-        elif isinstance(part, str) and part.isidentifier():
-            yield part
-
-
-def _read_by(code: types.CodeType, instructions: tuple[str, ...]) -> tuple[str, ...]:
-    """Names that the given instructions of a function and of those inside it have, each once."""
-    mine = [instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in instructions]
-    inside = [
-        name for part in code.co_consts if isinstance(part, types.CodeType) for name in _read_by(part, instructions)
-    ]
-    return tuple(dict.fromkeys((*mine, *inside)))
-
-
-def is_torch(module: str | None) -> bool:
-    """Whether a Python module, by its name, is one of torch's; None, for no module, is none."""
-    return (module or "").partition(".")[0] == "torch"
+    if is_torch(kind.__module__):
+        return False
+    is_users = not is_installed(sys.modules.get(kind.__module__))
+    return is_users or (kind is not value and bool(_attributes_in(value)))

@@ -26,21 +26,11 @@ import torch
 from torch import nn
 
 from roamc import compat_hooks
-from roamc.capture.python_keys import (
-    ABSENT,
-    FUNCTIONS,
-    PLAIN,
-    Seen,
-    is_torch,
-    of_called,
-    of_content,
-    of_identity,
-    of_plain,
-)
+from roamc.capture.python_keys import PLAIN, Seen, of_called, of_content, of_identity, of_plain
+from roamc.capture.python_names import ABSENT, FUNCTIONS, is_torch
 
 OWN = frozenset(vars(nn.Module())) - {"training"}
 """Names of the attributes that every module has; parameters, buffers, hooks and submodules are looked at elsewhere."""
-
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of ``nn.Module`` that hold the hooks of its forward and backward, by their numbers."""
@@ -78,10 +68,8 @@ def _own_values(module: nn.Module, seen: Seen) -> Iterator[object]:
 def of_torch(seen: Seen) -> tuple[object, ...]:
     """Return a hashable key of torch's settings that decide which operators are traced.
 
-    What function modes read is put into ``seen``.
-
     These are autocast with its dtypes and cache, the default dtype and device, deterministic algorithms, the kernels of
-    attention, and the function modes around the call.
+    attention, and the function modes around the call; what these read is put into ``seen``.
     """
     casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     settings = torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()
@@ -125,20 +113,20 @@ class Slot:
 class Reads:
     """The attributes of modules that one trace has read, and the values that they had when the trace read them first.
 
-    ``described`` are modules that :func:`of_modules` describes: their plain attributes are not noted.
+    Args:
+        described: modules that :func:`of_modules` describes: their plain attributes are not noted again here.
     """
 
     def __init__(self, described: Sequence[nn.Module]) -> None:
-        """``described``: modules that :func:`of_modules` describes: their plain attributes are not noted again here."""
-        self._known = {id(module) for module in described}
-        self._found: dict[tuple[int, str], tuple[Slot, object]] = {}
+        self._described = {id(module) for module in described}
+        self._slots: dict[tuple[int, str], tuple[Slot, object]] = {}
         self._read: set[tuple[int, str]] = set()
         self._written: set[tuple[int, str]] = set()
 
     def hold(self) -> bool:
         """Whether every attribute has the value that the trace read; those of modules that are gone do not count."""
         cache: dict[int, object] = {}
-        return all(slot.owner() is None or slot.now(cache) == before for slot, before in self._found.values())
+        return all(slot.owner() is None or slot.now(cache) == before for slot, before in self._slots.values())
 
     def read(self, module: nn.Module, name: str) -> None:
         """Note that the trace reads attribute ``name`` of ``module``, and which value it finds at the first read.
@@ -147,20 +135,20 @@ class Reads:
 
         - that the trace has set itself, or that every module has, but for hooks of other modules;
         - that is a property, or comes from a class of torch;
-        - that is a plain value or a function and belongs to one of the known modules, see the constructor.
+        - that is a plain value or a function and belongs to one of the modules that are ``described``.
         """
-        if name.startswith("__") or (name in OWN and (name not in HOOKS or id(module) in self._known)):
+        if name.startswith("__") or (name in OWN and (name not in HOOKS or id(module) in self._described)):
             return
         if (id(module), name) not in self._written:
             self._read.add((id(module), name))
         mine = name in module.__dict__
         owner = module if mine else _class_with(type(module), name)
-        if owner is None or (id(owner) in self._known and type(owner.__dict__[name]) in (*PLAIN, *FUNCTIONS)):
+        if owner is None or (id(owner) in self._described and type(owner.__dict__[name]) in (*PLAIN, *FUNCTIONS)):
             return
         key = id(owner), name
-        if key not in self._found and key not in self._written:
+        if key not in self._slots and key not in self._written:
             slot = Slot(weakref.ref(owner), name)
-            self._found[key] = slot, slot.now()
+            self._slots[key] = slot, slot.now()
 
     def write(self, module: nn.Module, name: str) -> None:
         """Note that the trace sets attribute ``name`` of ``module``; later reads of it get the trace's own value."""
@@ -175,18 +163,18 @@ class Reads:
 
         One such value is a list to which forward appends.
         """
-        for key, (slot, before) in self._found.items():
+        for key, (slot, before) in self._slots.items():
             if key not in self._written and slot.now() != before:
                 by_identity = Slot(slot.owner, slot.name, inside=False)
-                self._found[key] = by_identity, by_identity.now()
+                self._slots[key] = by_identity, by_identity.now()
 
 
 @contextlib.contextmanager
 def followed(described: Sequence[nn.Module]) -> Iterator[Reads]:
     """Context manager: note the attributes of modules that this thread reads and sets inside.
 
-    For that time, access to attributes is replaced in :class:`torch.nn.Module` itself. ``described`` are modules that
-    :func:`of_modules` describes: their plain attributes are not noted.
+    For that time, access to attributes is replaced in :class:`torch.nn.Module` itself. ``described`` is as for
+    :class:`Reads`.
 
     Yields:
         The notes, complete once the context is left without an error.

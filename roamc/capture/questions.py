@@ -69,7 +69,7 @@ class Questions:
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
         self._names = names
-        self._given = tensors
+        self._tensors = tensors
         self._graph: fx.Graph | None = None
         self.asked: list[Question] = []
 
@@ -98,15 +98,15 @@ class Questions:
             return _run(nodes, constants)
         if not _is_yes_or_no(node):
             _refuse(node, f"{' and '.join(inputs) or 'a tensor made before the step'}: only yes or no may, no number")
-        if any(value.is_meta or compat.is_traced(value) for value in map(self._given.__getitem__, inputs)):
+        if any(value.is_meta or compat.is_traced(value) for value in map(self._tensors.__getitem__, inputs)):
             _refuse(node, f"{' and '.join(inputs)}, of which only the shape is given here")
-        answer = _run(nodes, {**constants, **{part: self._given[name] for name, part in inputs.items()}})
+        answer = _run(nodes, {**constants, **{part: self._tensors[name] for name, part in inputs.items()}})
         self.asked.append(_copied(nodes, constants, inputs, answer))
         return answer
 
     def _check(self, node: fx.Node, nodes: Sequence[fx.Node], inputs: Collection[str]) -> None:
         for name in inputs:
-            if name not in self._given:
+            if name not in self._tensors:
                 _refuse(node, f"parameter {name!r}" if name in self._names else "what a layer is called with")
         callers = {storage for part in nodes if part.op == "placeholder" for storage in _storages(part)}
         for part in nodes:

@@ -25,6 +25,7 @@ from roamc.options import Options
 Optimize = Callable[[nn.Module, Mapping[str, Any], bool], "Carried"]
 """Optimizes a module that may have no attributes yet: (module, settings, whether it has recurrent layers)."""
 
+
 class Carried:
     """The compiled call of an optimized module, and its attribute ``__call__``.
 

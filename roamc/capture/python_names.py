@@ -1,0 +1,117 @@
+"""What Python functions name, read off their code and closures: variables, attributes, iterators."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import io
+import itertools
+import sys
+import types
+from collections.abc import Iterator
+
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+
+WHOLE = ("vars", "asdict", "__dict__")
+"""Names by which a function reads all attributes of an object."""
+
+ABSENT = object()
+"""In the place of the value of a variable or attribute that is missing."""
+
+
+def iterators_of(function: object) -> Iterator[object]:
+    """Return the iterators that a function names, such as that of a data loader, or that a functools.partial holds.
+
+    Files and ``itertools.count`` do not count: what a function writes or numbers is no part of a step.
+    """
+    values: list[object] = []
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    if isinstance(function, functools.partial):
+        yield from iterators_of(function.func)
+        values = [*function.args, *function.keywords.values()]
+    if isinstance(function, types.FunctionType):
+        values = [value for _, value in variables_of(function)]
+    yield from (value for value in values if is_iterator(value))
+
+
+def is_iterator(value: object) -> bool:
+    """Whether ``value`` gives other values at every use; files and ``itertools.count`` do not count."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase | itertools.count)
+
+
+def variables_of(function: types.FunctionType) -> list[tuple[str, object]]:
+    """Return the global variables that a function names, its closure contents and its defaults, each by its own name.
+
+    Of a function of torch, whose variables nobody changes, only functions in its closure, which a user may have put
+    there.
+    """
+    cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
+    named = [(f"nonlocal {name}", item) for name, item in cells]
+    if is_torch(function.__module__):
+        return [(name, item) for name, item in named if isinstance(item, FUNCTIONS)]
+    named += [(name, function.__globals__.get(name, ABSENT)) for name in _globals_in(function.__code__)]
+    named += [(f"default {n}", default) for n, default in enumerate(function.__defaults__ or ())]
+    named += [(f"default {name}", default) for name, default in (function.__kwdefaults__ or {}).items()]
+    return [(name, item) for name, item in named if item is not ABSENT]
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been put there yet
+        return ABSENT
+
+
+@functools.lru_cache(maxsize=4096)
+def attributes_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of attributes that a function and those inside it read, of whatever object, or may by strings.
+
+    Strings are there for ``getattr``. A name in :data:`WHOLE` that they read as a variable counts as well.
+    """
+    read = _read_by(code, ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
+    strings = (word for part in _codes(code) for word in _words(part.co_consts))
+    whole = (name for name in _globals_in(code) if name in WHOLE)
+    return tuple(dict.fromkeys((*read, *strings, *whole)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names of the global variables that a function and those inside it read."""
+    return _read_by(code, ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
+
+
+def _read_by(code: types.CodeType, instructions: tuple[str, ...]) -> tuple[str, ...]:
+    """Names that the given instructions of a function and of those inside it have, each once."""
+    steps = (step for part in _codes(code) for step in dis.get_instructions(part))
+    return tuple(dict.fromkeys(step.argval for step in steps if step.opname in instructions))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function and of those inside it."""
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _codes(part)
+
+
+def _words(constants: tuple[object, ...] | frozenset[object]) -> Iterator[str]:
+    """Strings among constants, nested in whatever way, that may be names."""
+    for part in constants:
+        if isinstance(part, tuple | frozenset):
+            yield from _words(part)
+        elif isinstance(part, str) and part.isidentifier():
+            yield part
+
+
+def is_torch(module: str | None) -> bool:
+    """Whether a Python module, by its name, is one of torch's; None, for no module, is none."""
+    return (module or "").partition(".")[0] == "torch"
+
+
+def is_installed(module: types.ModuleType | None) -> bool:
+    """Whether a Python module comes with Python or was installed, so that it is not the user's to change; None is."""
+    if module is None or module.__name__.partition(".")[0] in sys.stdlib_module_names:
+        return True
+    file = getattr(module, "__file__", None)
+    return file is not None and ("site-packages" in file or "dist-packages" in file)
