@@ -229,22 +229,17 @@ def _checks_kept() -> Iterator[None]:
         registered.destroy()
 
 
-def unwatched(gm: fx.GraphModule, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def unwatched(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Return ``run``, outside the dispatch mode in which torch runs the first call of what a backend has compiled.
 
-    That mode checks custom operators; with one of these in ``gm``, ``run`` stays inside. Under any mode, a kernel that
-    is made of other operators and conjugates by a flag forgets the flag: ``torch.linalg.pinv`` of a complex matrix
-    gives wrong numbers (pytorch/pytorch#198118). A graph with such an operator runs outside in any case.
-
     Args:
-        gm: the graph that ``run`` computes.
         run: takes a list of arguments, which it may empty.
     """
     from torch._functorch._aot_autograd import runtime_wrappers
     from torch.utils import _python_dispatch as modes
 
     watch = getattr(runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", None)
-    if watch is None or (any(map(_has_custom, gm.graph.nodes)) and not any(map(_forgets_flags, gm.graph.nodes))):
+    if watch is None:
         return run
 
     def call(args: list[Any]) -> Any:
@@ -255,22 +250,6 @@ def unwatched(gm: fx.GraphModule, run: Callable[[list[Any]], Any]) -> Callable[[
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-
-def _has_custom(node: fx.Node) -> bool:
-    """Whether a node calls an operator that neither torch nor roamc defines, or hands it to another that calls it."""
-    called = [each for each in (node.target, *node.args) if isinstance(each, OpOverload)]
-    own = ("aten", "prim", "prims", "rngprims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "onednn")
-    roamcs = ("roamc", "roamc_collective")
-    return any(operator.namespace not in (*own, *roamcs) for operator in called)
-
-
-def _forgets_flags(node: fx.Node) -> bool:
-    """Whether a dispatch mode changes what a node computes; ``tests/sweeps/torch_road.py`` looks for such operators."""
-    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
-    inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
-    complex_input = any(isinstance(value, torch.Tensor) and value.is_complex() for value in inputs)
-    return complex_input and name in ("aten::linalg_pinv", "aten::linalg_polar", "aten::linalg_matrix_sqrth")
 
 
 def static_inputs() -> tuple[int, ...]:

@@ -154,8 +154,8 @@ def _takes_a_frame(frame: FrameType) -> bool:
 def _handlers() -> set[CodeType]:
     """The code of the handlers of signals that are installed and written in Python."""
     codes = set()
-    for number in signal.valid_signals():
-        handler: Any = signal.getsignal(number)
+    for number in _NUMBERS:
+        handler: Any = _signal.getsignal(number)
         while isinstance(handler, functools.partial):
             handler = handler.func
         if callable(handler) and not isinstance(handler, FunctionType | MethodType):

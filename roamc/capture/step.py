@@ -218,6 +218,7 @@ class _Assembly:
             for name, grad in self._clip(writer, grads).items():
                 earlier = len(writer.phase)
                 self.rule.write(writer, parameters[name], grad, *feeds[name], groups[name])
+                # The last ones, from the end: to look at all of them would take the square of the parameters.
                 written = itertools.islice(reversed(writer.phase), len(writer.phase) - earlier)
                 waits.update(dict.fromkeys(reversed([*written]), grads[name].name))
         end.args = ((loss, *handed),)

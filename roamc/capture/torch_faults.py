@@ -1,7 +1,10 @@
-"""What torch.compile computes wrongly with any backend, so that roamc leaves it to eager PyTorch: one table.
+"""What torch.compile computes wrongly with any backend, and what roamc does about it.
+
+    FAULTS           graphs that are left to eager PyTorch
+    FORGETS_FLAGS    operators that must run outside of torch's dispatch mode
 
 ``tests/sweeps/torch_road.py`` runs torch's database of operators through AOTAutograd to look for more. A test of each
-row fails with the first torch that has mended it.
+fails with the first torch that has mended it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from roamc import compat, compat_aot
+from roamc.operators import ops
 
 
 @dataclass(frozen=True)
@@ -98,3 +104,36 @@ FAULTS = (
         "pytorch/pytorch#193279",
     ),
 )
+
+FORGETS_FLAGS = ("aten::linalg_pinv", "aten::linalg_polar", "aten::linalg_matrix_sqrth")
+"""Operators whose kernels are made of others and conjugate by a flag, which any dispatch mode makes them forget.
+
+Of complex numbers the results are wrong (pytorch/pytorch#198118).
+"""
+
+
+def unwatched(gm: fx.GraphModule, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return ``run``, outside the dispatch mode in which torch runs the first call of what a backend has compiled.
+
+    That mode checks custom operators. With one of these in ``gm``, ``run`` stays inside, unless an operator of
+    :data:`FORGETS_FLAGS` is there as well.
+
+    Args:
+        gm: the graph that ``run`` computes.
+        run: takes a list of arguments, which it may empty.
+    """
+    stays = any(map(_has_custom, gm.graph.nodes)) and not any(map(_forgets_flags, gm.graph.nodes))
+    return run if stays else compat_aot.unwatched(run)
+
+
+def _has_custom(node: fx.Node) -> bool:
+    """Whether a node calls an operator that neither torch nor roamc defines, or hands it to another that calls it."""
+    called = [each for each in (node.target, *node.args) if isinstance(each, compat.OpOverload)]
+    return any(each.namespace not in ops.KNOWN_NAMESPACES | ops.COLLECTIVE_NAMESPACES for each in called)
+
+
+def _forgets_flags(node: fx.Node) -> bool:
+    name = node.target._schema.name if isinstance(node.target, compat.OpOverload) else ""
+    inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
+    complex_input = any(isinstance(value, torch.Tensor) and value.is_complex() for value in inputs)
+    return complex_input and name in FORGETS_FLAGS

@@ -472,7 +472,7 @@ class _Unit:
     def forward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
         """Return the program's forward half; an interpreter of ``gm`` if there is no program."""
         compat_aot.donate_nothing()
-        return compat_aot.unwatched(gm, boxed(self.pair.forward) if self.pair is not None else interpreter(gm))
+        return torch_faults.unwatched(gm, boxed(self.pair.forward) if self.pair is not None else interpreter(gm))
 
     def backward(self, gm: fx.GraphModule, _: list[Any]) -> Boxed:
         """Return the program's backward half; an interpreter of ``gm`` if there is no program."""
@@ -482,7 +482,7 @@ class _Unit:
         """Plan a graph without backward; return its program, or an interpreter of ``gm`` if that fails."""
         static = compat_aot.static_inputs()
         whole = self._guarded(lambda: self._plan_whole(lambda: joint.inference(gm, static, self.name)))
-        return compat_aot.unwatched(gm, boxed(whole) if whole is not None else interpreter(gm))
+        return torch_faults.unwatched(gm, boxed(whole) if whole is not None else interpreter(gm))
 
     def _plan_pair(
         self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: Sequence[int]

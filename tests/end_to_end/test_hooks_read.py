@@ -132,7 +132,7 @@ def with_state(model: Any) -> Callable[[float], object]:
 
 def test_values_that_come_back_are_served_by_their_programs_and_what_hooks_keep_is_no_change() -> None:
     step = steps_like_eager(with_state, (1.0, 1.0, 0.5, 0.5, 1.0, 0.5, 3.0))
-    assert len(step._steps) == 3
+    assert len(step.plans) == 3
 
 
 def with_trainer(model: Any) -> Callable[[float], object]:
@@ -151,7 +151,7 @@ def with_trainer(model: Any) -> Callable[[float], object]:
 
 
 def test_what_a_hook_does_not_read_of_its_object_makes_no_capture() -> None:
-    assert len(steps_like_eager(with_trainer)._steps) == 1
+    assert len(steps_like_eager(with_trainer).plans) == 1
 
 
 class Counting:

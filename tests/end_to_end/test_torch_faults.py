@@ -15,8 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _python_dispatch as modes
 
 import roamc
-from roamc import compat_aot
-from roamc.capture.torch_faults import FAULTS
+from roamc.capture.torch_faults import FAULTS, unwatched
 from tests.end_to_end.helpers import noise, optimized, warnings_of_roamc
 
 
@@ -118,7 +117,8 @@ def test_a_function_that_keeps_its_backward_is_planned(kind: str) -> None:
     torch._dynamo.reset()
     optimized(ours)
     if kind == "no gradient":
-        right.requires_grad_(False), ours.requires_grad_(False)
+        right.requires_grad_(False)
+        ours.requires_grad_(False)
         assert torch.equal(ours(torch.ones(4)), right(torch.ones(4)))
     else:
         assert numbers(ours, ours) == numbers(right, right)
@@ -165,7 +165,7 @@ def test_a_graph_with_custom_operators_stays_in_the_mode_that_checks_them(custom
     from torch._functorch._aot_autograd import runtime_wrappers  # dynamo, which roamc imports, must be there before
 
     gm = make_fx(doubled if custom else torch.sin)(torch.ones(4))
-    run = compat_aot.unwatched(gm, lambda _: modes._get_current_dispatch_mode())
+    run = unwatched(gm, lambda _: modes._get_current_dispatch_mode())
     with runtime_wrappers._AnalyzeCustomOpInputOutputMode():
         assert (run([]) is not None) == custom
     assert run([]) is None

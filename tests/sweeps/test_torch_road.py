@@ -26,7 +26,7 @@ def test_torchs_road_computes_what_eager_does(part: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dispatch_mode_changes_pinv_of_complex_matrices_alone(dtype: torch.dtype) -> None:
-    """Where this fails, torch has mended it: ``roamc.compat_aot.unwatched`` has nothing to do any more."""
+    """Where this fails, torch has mended it: ``FORGETS_FLAGS`` of ``roamc.capture.torch_faults`` can go."""
     case = Case(Operator(torch.linalg.pinv), (torch.randn(5, 3, dtype=dtype, requires_grad=True),), {})
     assert judge(case).outcome == ("mode" if dtype.is_complex else "same")
 

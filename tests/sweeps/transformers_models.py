@@ -121,14 +121,7 @@ def _classes(config: Any) -> Iterator[type[nn.Module]]:
     """The classes of models for ``config``, those with a loss of their own first."""
     from transformers.models.auto import modeling_auto
 
-    for task in (
-        "CAUSAL_LM",
-        "MASKED_LM",
-        "SEQ_TO_SEQ_CAUSAL_LM",
-        "IMAGE_CLASSIFICATION",
-        "CTC",
-        "AUDIO_CLASSIFICATION",
-    ):
+    for task in TASKS:
         mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING")
         if type(config) in mapping:
             yield mapping[type(config)]
