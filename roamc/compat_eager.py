@@ -2,7 +2,7 @@
 
 A step that is traced must not take another branch than in eager. ``torch.compiler.is_compiling()``, ``is_exporting()``
 and ``torch.jit.is_tracing()`` say no by themselves. What says yes under ``make_fx`` and fake tensors is answered here,
-to all callers but torch and roamc:
+to all callers but torch and roamc, by stand-ins:
 
     is_fx_tracing()                                      a flag
     nn.MultiheadAttention's own question                 a function of its module
@@ -11,8 +11,8 @@ to all callers but torch and roamc:
         by any road: ``from torch._subclasses import FakeTensor`` at the head of a file or in a function,
         ``torch._subclasses.fake_tensor.FakeTensor`` where it is asked
 
-An address, as of ``x.data_ptr()``, has no answer before the step runs: it is refused. What asks for ``type(x)`` is told
-the truth.
+An address, as of ``x.data_ptr()``, has no answer before the step runs: it is refused. ``type(x)`` is answered as
+torch does.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from torch.nn.modules import activation
 
 from roamc.errors import CaptureError
 
-_INSIDERS = ("torch", "roamc")
-"""Packages that are told the truth."""
+_TRACING = ("torch", "roamc")
+"""Packages that trace, and so need torch's own answers."""
 
 
-class _NoneAreFake(type):
+class _WithoutInstances(type):
     """Class of a class that has no instances."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return False
 
 
-class _Fake(metaclass=_NoneAreFake):
+class _Fake(metaclass=_WithoutInstances):
     """Stands for ``FakeTensor``: in eager, no tensor is one."""
 
 
 def _has_torch_function(arguments: Iterable[object]) -> bool:
     """Whether arguments or modes override functions of torch, those of capture left out where a model asks."""
     caller = sys._getframe(1).f_globals
-    if _is_insider(caller) and not caller["__name__"].startswith("torch.nn.modules."):
+    if _traces(caller) and not caller["__name__"].startswith("torch.nn.modules."):
         return bool(_REAL_FUNCTION(arguments))
     modes = [type(mode).__module__ for mode in overrides._get_current_function_mode_stack()]
     others = [value for value in arguments if type(value) is not torch.Tensor]
@@ -63,37 +63,38 @@ _OF_CAPTURE = ("roamc.", "torch.fx.")
 _REAL_FUNCTION = overrides.has_torch_function
 _REAL_ADDRESS = torch.UntypedStorage.data_ptr
 
-_HIDDEN = {
+_STAND_INS = {
     "has_torch_function": (overrides.has_torch_function, _has_torch_function),
     "FakeTensor": (fake_tensor.FakeTensor, _Fake),
     "is_fake": (fake_tensor.is_fake, lambda value: False),
     "detect_fake_mode": (_guards.detect_fake_mode, lambda inputs=None: None),
 }
-"""Name to what it stands for, and to what stands for it while a step is traced."""
+"""Name to what torch has there, and to what stands for it while a step is traced."""
 
 
-class _Discreet(types.ModuleType):
-    """A module of torch that hands out what hides fake tensors, to callers outside of torch and roamc."""
+class _StandingIn(types.ModuleType):
+    """A module of torch that hands out the stand-ins of :data:`_STAND_INS`, to callers outside of torch and roamc."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name in _HIDDEN and value is _HIDDEN[name][0] and not _is_insider(sys._getframe(1).f_globals):
-            return _HIDDEN[name][1]
+        if name in _STAND_INS and value is _STAND_INS[name][0] and not _traces(sys._getframe(1).f_globals):
+            return _STAND_INS[name][1]
         return value
 
 
-def _is_insider(variables: dict[str, Any]) -> bool:
-    return str(variables.get("__name__", "")).partition(".")[0] in _INSIDERS
+def _traces(variables: dict[str, Any]) -> bool:
+    """Whether a caller with these global variables is a function of torch or roamc."""
+    return str(variables.get("__name__", "")).partition(".")[0] in _TRACING
 
 
 def _address(tensor: torch.Tensor) -> int:
     """In the place of ``FakeTensor.data_ptr``."""
-    return _address_of_storage(tensor.untyped_storage()) if _is_insider(sys._getframe(1).f_globals) else _refuse()
+    return _address_of_storage(tensor.untyped_storage()) if _traces(sys._getframe(1).f_globals) else _refuse()
 
 
 def _address_of_storage(storage: torch.UntypedStorage) -> int:
     """In the place of ``UntypedStorage.data_ptr``."""
-    if storage.device.type == "meta" and not _is_insider(sys._getframe(1).f_globals):
+    if storage.device.type == "meta" and not _traces(sys._getframe(1).f_globals):
         _refuse()
     return _REAL_ADDRESS(storage)
 
@@ -116,10 +117,10 @@ def as_in_eager() -> Iterator[None]:
         patches.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage))
         for module in list(sys.modules.values()):
             variables = getattr(module, "__dict__", {})
-            if not _is_insider(variables):
-                for name in [name for name, (real, _) in _HIDDEN.items() if variables.get(name) is real]:
-                    patches.enter_context(mock.patch.object(module, name, _HIDDEN[name][1]))
+            if not _traces(variables):
+                for name in [name for name, (real, _) in _STAND_INS.items() if variables.get(name) is real]:
+                    patches.enter_context(mock.patch.object(module, name, _STAND_INS[name][1]))
         for module in (_subclasses, fake_tensor, _guards):
             patches.callback(setattr, module, "__class__", module.__class__)
-            module.__class__ = _Discreet
+            module.__class__ = _StandingIn
         yield

@@ -32,6 +32,7 @@ from roamc.operators.blocks import widest
 from roamc.operators.call import Call, call_of, fakes, tensor_at, tensors_in
 from roamc.operators.costs.arguments import channels_last
 from roamc.operators.costs.cost import Cost
+from roamc.operators.costs.kinds import CONVERTING
 from roamc.operators.fused import Fused
 from roamc.operators.kernels import PIECE, kernel_of
 from roamc.units import Bytes
@@ -41,9 +42,6 @@ OBJECTS: Bytes = 256 << 10
 
 OBJECTS_SHARE = 96
 """In a small step, :func:`objects` counts one byte for this many bytes of tensors."""
-
-CONVERTS = ("mixed", "pointwise", "strided", "tanh", "root", "exponential", "exponential_backward")
-"""Kinds of operators that convert arguments to the dtype in which they compute."""
 
 VIEW: Bytes = 512
 """Bytes of a tensor object that is a view, as each block of an operand of a group is."""
@@ -82,7 +80,7 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
         return copied + workspace(call, result)
     if all(tensor.dtype == result.dtype for argument in node.all_input_nodes for _, tensor in tensors_of(argument)):
         return copied
-    converts = not cost.any_dtypes and kind_of(node) in CONVERTS
+    converts = not cost.any_dtypes and kind_of(node) in CONVERTING
     return copied + (_converted(call, result) if converts else 0)
 
 

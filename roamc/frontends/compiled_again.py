@@ -20,6 +20,7 @@ from torch import nn
 
 from roamc import compat_dynamo, notices
 from roamc.errors import CaptureError, RoamcError
+from roamc.frontends.record import Record
 from roamc.options import Options
 
 Optimize = Callable[[nn.Module, Mapping[str, Any], bool], "Carried"]
@@ -72,14 +73,12 @@ class Around:
     """Decides what runs when another compilation traces a call of an optimized module.
 
     Args:
-        name: of the module's class.
-        about: what warnings are about; each is given once.
+        record: the module's; each warning is given once for it.
         options: those of the module.
     """
 
-    def __init__(self, name: str, about: object, options: Options) -> None:
-        self._name = name
-        self._about = about
+    def __init__(self, record: Record, options: Options) -> None:
+        self._record = record
         self._options = options
 
     def tracer(self) -> str:
@@ -96,8 +95,8 @@ class Around:
         if self._options.memory_budget not in (None, outer.memory_budget):
             self._say(
                 "budget",
-                f"{self._name!r}, which roamc.optimize has compiled, is a part of a model that roamc compiles: one "
-                f"plan covers both, with memory_budget={outer.memory_budget!r} in the place of "
+                f"{self._record.name!r}, which roamc.optimize has compiled, is a part of a model that roamc compiles: "
+                f"one plan covers both, with memory_budget={outer.memory_budget!r} in the place of "
                 f"memory_budget={self._options.memory_budget!r}. Give the budget to the outer model, and leave "
                 "roamc.optimize of its part out",
             )
@@ -111,15 +110,15 @@ class Around:
         """
         self._say(
             "compiled again",
-            f"{self._name!r} was compiled by roamc.optimize, and torch.compile compiles it, or what is around it, "
-            "again: it keeps roamc's plan, and the other graph breaks there. Use one of them: torch.compile without "
-            "roamc.optimize, or roamc.optimize of the outer model",
+            f"{self._record.name!r} was compiled by roamc.optimize, and torch.compile compiles it, or what is around "
+            "it, again: it keeps roamc's plan, and the other graph breaks there. Use one of them: torch.compile "
+            "without roamc.optimize, or roamc.optimize of the outer model",
         )
 
     def _say(self, key: str, message: str) -> None:
         if self._options.strict:
             raise CaptureError(message)
-        notices.warn(self._about, key, f"{message} (options={{'strict': True}} raises)")
+        notices.warn(self._record, key, f"{message} (options={{'strict': True}} raises)")
 
 
 @torch.compiler.disable(reason="roamc.optimize has compiled this module")  # type: ignore[untyped-decorator]

@@ -39,7 +39,7 @@ def checked(
         CaptureError: raised by the returned function in the place of the warning, if option ``strict`` is set.
     """
 
-    around = compiled_again.Around(record.name, record, options)
+    around = compiled_again.Around(record, options)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def tracer() -> str:

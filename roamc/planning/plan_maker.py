@@ -90,10 +90,14 @@ def prepared(
     return maker, maker.runner.run(state, pipeline.same_for_all_budgets(pipeline.PIPELINE))
 
 
-def _noted(graph: TrainGraph, memory: MemoryModel, peak: Bytes, share: float = 0.02) -> TrainGraph:
-    """Return ``graph`` with a note where eager takes less of ``peak`` by ``share`` if the caller drops the outputs."""
+DROPPED_SHARE = 0.02
+"""How much more eager's peak is with the outputs than without, as a share, from which on a plan notes it."""
+
+
+def _noted(graph: TrainGraph, memory: MemoryModel, peak: Bytes) -> TrainGraph:
+    """Return ``graph`` with a note where eager takes clearly less than ``peak`` if the caller drops the outputs."""
     dropped = int(eager_live_bytes(memory, dropped=True).max(initial=0)) if graph.boundary else peak
-    if peak <= dropped * (1 + share):
+    if peak <= dropped * (1 + DROPPED_SHARE):
         return graph
     note = f"eager's peak, like the plan's, counts outputs to the end of backward; {format_bytes(dropped)} without them"
     return graph.replace(notes=(*graph.notes, note))

@@ -66,3 +66,6 @@ HEAVY = frozenset({*PRODUCTS, "random", "scatter", "pool", "pool_backward", "sca
 
 LIGHT = frozenset(KINDS) - HEAVY
 """Kinds that do a few operations an element, mostly in the order of memory: cheap on any device."""
+
+CONVERTING = frozenset({"mixed", "pointwise", "strided", "tanh", "root", "exponential", "exponential_backward"})
+"""Kinds whose operators, on a CPU, convert arguments to the dtype in which they compute."""

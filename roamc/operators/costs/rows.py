@@ -32,8 +32,6 @@ _LOSS = Cost("pointwise", workspace=others.losses)
 _DRAW = Cost("random", unread_in_place=(0,))
 _REDUCTION = Cost("reduction", workspace=others.cast_to_result)
 _PICK = Cost("gather", picks_from=0)
-_FACTORS = Cost(workspace=linear_algebra.reflectors)
-_PIVOTS = Cost(workspace=linear_algebra.pivots)
 
 
 def _multiplied(kind: str, read_as: Mapping[int, Ordered] = MappingProxyType({})) -> Cost:
@@ -274,9 +272,9 @@ ROWS: dict[str, Cost] = {
     "linalg_eig": Cost(workspace=linear_algebra.eigen_general),
     "linalg_eigvals": Cost(workspace=linear_algebra.eigen_values),
     "_linalg_eigh": Cost(workspace=linear_algebra.eigen),
-    **dict.fromkeys(("linalg_qr", "linalg_householder_product"), _FACTORS),
+    **dict.fromkeys(("linalg_qr", "linalg_householder_product"), Cost(workspace=linear_algebra.reflectors)),
     "cholesky_solve": Cost(workspace=linear_algebra.copied_factor),
-    **dict.fromkeys(("_linalg_det", "_linalg_slogdet"), _PIVOTS),
+    **dict.fromkeys(("_linalg_det", "_linalg_slogdet"), Cost(workspace=linear_algebra.pivots)),
     "lu_unpack": Cost(workspace=linear_algebra.unpacked),
     "linalg_ldl_factor_ex": Cost(workspace=linear_algebra.factored_symmetric),
     "linalg_lu": Cost(workspace=linear_algebra.factored),
