@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.fx import _symbolic_trace
 
 import roamc
-from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, tensors_of
+from tests.end_to_end.helpers import assert_same, assert_steps_equal, noise, sgd
 
 Way = Callable[["Asking", Tensor, Tensor], object]
 """What a model asks, of itself, of a value that it has computed, and of its input."""
@@ -42,13 +42,7 @@ def loss_fn(model: nn.Module, *batch: Tensor) -> Tensor:
 def compared(asks: Way, *batches: Tensor) -> roamc.TrainStep:
     """The step of a model, after one step on each batch, with the bits of eager after each."""
     torch.manual_seed(0)
-    model = Asking(asks)
-    twin = copy.deepcopy(model)
-    step, reference = roamc.train_step(model, loss_fn, sgd(model), strict=True), sgd(twin)
-    for batch in batches or (noise(3, 4),):
-        assert_same(step(batch), eager_step(twin, loss_fn, reference, batch))
-        assert_same(tensors_of(model), tensors_of(twin))
-    return step
+    return assert_steps_equal(Asking(asks), loss_fn, sgd, [(batch,) for batch in batches or (noise(3, 4),)])
 
 
 WHETHER_TRACED: dict[str, Way] = {
@@ -216,17 +210,13 @@ def test_llama_has_the_bits_of_eager_and_the_plan_of_its_step(cache: bool) -> No
         vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, use_cache=cache,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    twin = copy.deepcopy(model)
     ids = torch.randint(0, 64, (4, 128))
 
     def of_model(model: nn.Module, ids: Tensor) -> Tensor:
         loss: Tensor = model(input_ids=ids, labels=ids).loss
         return loss
 
-    step = roamc.train_step(model, of_model, sgd(model), strict=True)
-    assert_same(step(ids), eager_step(twin, of_model, sgd(twin), ids))
-    assert_same(tensors_of(model), tensors_of(twin))
+    step = assert_steps_equal(LlamaForCausalLM(config), of_model, sgd, [(ids,)])
     assert step.plan(ids).fingerprint == step.plans[0].fingerprint
 
 
