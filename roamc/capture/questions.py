@@ -13,6 +13,7 @@ The graph keeps its operators. What runs for an answer is dropped with its last 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,8 +120,7 @@ class Questions:
 def _unrepeatable(node: fx.Node) -> str:
     """What a value depends on that operator ``node`` gives; empty if another run gives the same."""
     if not isinstance(node.target, compat.OpOverload):
-        picks = getattr(node.target, "__name__", "") == "getitem"  # one of several results
-        return "" if picks else str(node.target)
+        return "" if node.target is operator.getitem else str(node.target)
     rule = ops.rule(node.target)
     if rule.random:
         return f"random numbers ({node.target})"

@@ -15,7 +15,7 @@ from roamc.operators.collectives import NAMESPACE
 from roamc.operators.costs import linear_algebra
 from roamc.operators.costs.cost import Cost
 from roamc.operators.costs.kinds import KINDS, UNKNOWN
-from roamc.operators.costs.rows import COSTS, KIND_ALONE, ROWS
+from roamc.operators.costs.rows import COSTS, ONLY_KIND, ROWS
 from roamc.operators.table import OutForm
 from tests.operator_calls import rows_with
 
@@ -91,7 +91,7 @@ def test_rows_on_costs_name_operators_that_torch_has() -> None:
 
 
 def test_an_operator_has_one_row_on_costs() -> None:
-    alone = [name for names in KIND_ALONE.values() for name in names.split()]
+    alone = [name for names in ONLY_KIND.values() for name in names.split()]
     assert len(set(alone)) == len(alone)
     assert set(alone).isdisjoint(ROWS)
     assert [name for name, cost in ROWS.items() if cost == Cost(cost.kind)] == []
@@ -122,6 +122,7 @@ SUBJECTS = {
     "roamc/capture/repeats.py": "sums of gradients",
     "roamc/capture/returned_inputs.py": "copies to the caller's tensors",
     "roamc/capture/step_trace.py": "detach",
+    "roamc/capture/torch_faults.py": "what torch computes wrongly in a dispatch mode",
     "roamc/compat.py": "what fake tensors cannot tell, and what torch's cache of them tells wrongly",
     "roamc/compat_aot.py": "the backward of batch norm",
     "roamc/codegen/triton_stand_in.py": "sums and maxima of Triton",

@@ -39,10 +39,15 @@ def plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous()
 
 
+def fits_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, of four or five dimensions, lies channels last; it may be contiguous as well."""
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return form is not None and tensor.is_contiguous(memory_format=form)
+
+
 def channels_last(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``, of four or five dimensions, lies channels last and is not contiguous as well."""
-    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return form is not None and tensor.is_contiguous(memory_format=form) and not tensor.is_contiguous()
+    return fits_channels_last(tensor) and not tensor.is_contiguous()
 
 
 def image(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from roamc.operators.call import Call, tensor_at
-from roamc.operators.costs.arguments import channels_last, is_half
+from roamc.operators.costs.arguments import channels_last, fits_channels_last, is_half
 from roamc.operators.schemas import stem
 from roamc.units import Bytes
 
@@ -45,19 +45,14 @@ def resized_by_one(call: Call, result: torch.Tensor) -> Bytes:
 
 def _copies(*images: torch.Tensor) -> Bytes:
     """Bytes of ``images`` that do not lie channels last."""
-    return sum(image.nbytes for image in images if not _is_channels_last(image))
+    return sum(image.nbytes for image in images if not fits_channels_last(image))
 
 
 def _computed_channels_last(call: Call, image: torch.Tensor, result: torch.Tensor) -> bool:
     if image.dim() < 4 or "cubic" in stem(call.target):
         return False
     small = image.dim() == 4 and sum(result.shape[2:]) <= SMALL
-    return small or (_is_channels_last(image) and image.shape[1] > FEW)
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    return tensor.is_contiguous(memory_format=form)
+    return small or (fits_channels_last(image) and image.shape[1] > FEW)
 
 
 def _read(call: Call) -> int:

@@ -287,7 +287,7 @@ ROWS: dict[str, Cost] = {
 }
 """Operator to its row, where more is known than its kind."""
 
-KIND_ALONE: dict[str, str] = {
+ONLY_KIND: dict[str, str] = {
     FREE: "empty empty_like empty_strided new_empty new_empty_strided empty_permuted sym_size sym_stride sym_numel "
     "sym_storage_offset _assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range "
     "sym_constrain_range_for_size _local_scalar_dense _linalg_check_errors",
@@ -337,6 +337,6 @@ KIND_ALONE: dict[str, str] = {
 """Kind to the names, separated by spaces, of the operators of which only the kind is known."""
 
 COSTS: dict[str, Cost] = {
-    **{name: Cost(kind) for kind, names in KIND_ALONE.items() for name in names.split()},
+    **{name: Cost(kind) for kind, names in ONLY_KIND.items() for name in names.split()},
     **ROWS,
 }
