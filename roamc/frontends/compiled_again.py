@@ -12,7 +12,7 @@ What an optimized module carries for both is one object, the compiled call of th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,33 +23,22 @@ from roamc.errors import CaptureError, RoamcError
 from roamc.frontends.record import Record
 from roamc.options import Options
 
-Optimize = Callable[[nn.Module, Mapping[str, Any], bool], "Carried"]
-"""Optimizes a module that may have no attributes yet: (module, settings, whether it has recurrent layers)."""
+Optimize = Callable[[nn.Module], "Carried"]
+"""Optimizes a module that may have no attributes yet; it can be pickled."""
 
 
 class Carried:
     """The compiled call of an optimized module, and its attribute ``__call__``.
 
     Args:
-        optimize: optimizes a copy; a function of a Python module, so that it can be pickled.
+        optimize: optimizes a copy like the module.
         model: the module.
-        settings: options as the user set them.
-        recurrent: whether the module has recurrent layers.
         call: runs a call of the module.
     """
 
-    def __init__(
-        self,
-        optimize: Optimize,
-        model: nn.Module,
-        settings: Mapping[str, Any],
-        recurrent: bool,
-        call: Callable[..., Any],
-    ) -> None:
+    def __init__(self, optimize: Optimize, model: nn.Module, call: Callable[..., Any]) -> None:
         self._optimize = optimize
         self._model = weakref.ref(model)
-        self._settings = dict(settings)
-        self._recurrent = recurrent
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,10 +48,10 @@ class Carried:
         copy = memo.get(id(self._model()))
         if not isinstance(copy, nn.Module):
             raise RoamcError("what roamc.optimize has put into a module cannot be copied without the module")
-        return self._optimize(copy, self._settings, self._recurrent)
+        return self._optimize(copy)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._optimize, (self._model(), self._settings, self._recurrent)
+        return self._optimize, (self._model(),)
 
 
 ROAMC, OTHER = "roamc", "other"

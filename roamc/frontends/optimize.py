@@ -78,7 +78,8 @@ def _optimized(model: nn.Module, settings: Mapping[str, Any], recurrent: bool) -
     _RECORDS[model] = record
     call = model._compiled_call_impl
     assert call is not None
-    carried = model._compiled_call_impl = Carried(_optimized, model, settings, recurrent, call)
+    optimize_copy = functools.partial(_optimized, settings=settings, recurrent=recurrent)
+    carried = model._compiled_call_impl = Carried(optimize_copy, model, call)
     return carried
 
 
