@@ -1,16 +1,19 @@
 """What eager PyTorch holds at every step, by the same storages and lives as a plan.
 
 Eager runs in program order, keeps gradients to the end of the step, and writes some values over what is there. In
-backward it differs from the graph in three ways, which the metadata of a trace tells:
+backward it differs from the graph in four ways, which the metadata of a trace tells:
 
     a node of autograd    several operators; the gradients it is called with, and what it has saved, live to its end
-    a sum of gradients    a value of the graph; eager adds to one of the two where nobody else reads that
+    a sum of gradients    a value of the graph; eager adds to the first where nobody else holds that
+    an expression         of C++; its temporaries live to its end
     no gradient           where a model returns its loss, its other outputs get none, and nothing is computed of it
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -37,17 +40,37 @@ STEPS_OWN = (Place.TEMPORARY, Place.TANGENT)
 SCALAR: Bytes = 8
 """Bytes of a tangent up to which it is taken for that of a loss."""
 
+EXPRESSION = 7
+"""Operators that a gradient's formula has at most as one expression; longer ones are functions in C++, with names, and
+with branches on values that no graph has."""
+
+FULL_SIZE = (aten.mse_loss.default, aten.smooth_l1_loss.default)
+"""Losses that eager on a CPU reduces where it has computed the elements: the result keeps the memory of all."""
+
 
 def of_eager(memory: MemoryModel) -> MemoryModel:
-    """Return ``memory`` with the sizes of eager's storages: on a CPU, a dropout keeps its mask in the input's dtype."""
+    """Return ``memory`` with the sizes of eager's storages on a CPU.
+
+    A dropout keeps its mask in the input's dtype, and losses of :data:`FULL_SIZE` the memory of all their elements.
+    """
     larger = {}
     for operator in memory.operators:
-        dtype = _dropped_dtype(operator.node)
-        if dtype is not None and len(operator.births) == len(list(tensors_of(operator.node))):
-            mask = memory.storages[operator.births[-1]]
-            if mask.device == "cpu":
-                larger[mask.index] = replace(mask, nbytes=mask.nbytes * dtype.itemsize)
+        nbytes = _eager_bytes(operator.node)
+        if nbytes and len(operator.births) == len(list(tensors_of(operator.node))):
+            last = memory.storages[operator.births[-1]]
+            if last.device == "cpu" and nbytes > last.nbytes:
+                larger[last.index] = replace(last, nbytes=nbytes)
     return replace(memory, storages=tuple(larger.get(s.index, s) for s in memory.storages)) if larger else memory
+
+
+def _eager_bytes(node: fx.Node) -> Bytes:
+    """The bytes of eager's storage for the last result of ``node``; 0 if they are those of the result."""
+    if node.target in FULL_SIZE:
+        inputs = [value_of(each) for each in node.all_input_nodes]
+        return math.prod(torch.broadcast_shapes(*(each.shape for each in inputs))) * value_of(node).element_size()
+    dtype = _dropped_dtype(node)
+    masks = [mask for _, mask in tensors_of(node)][-1:] if dtype is not None else []
+    return sum(mask.numel() * dtype.itemsize for mask in masks if dtype is not None)
 
 
 def _dropped_dtype(node: fx.Node) -> torch.dtype | None:
@@ -96,12 +119,12 @@ def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int6
 def not_made(memory: MemoryModel) -> frozenset[int]:
     """Return the storages that the graph makes, or is given, and eager does not.
 
-    A graph has a tangent for every output that needs a gradient. A model that returns its loss, a scalar, beside other
-    outputs is taken to have its backward run from the loss: eager makes no gradients of the others, and nothing of
-    them.
+    A graph has a tangent for every output that needs a gradient. A model that returns a scalar beside other outputs is
+    taken to have its backward run from the scalar, its loss: eager makes no gradients of the others, and nothing of
+    them. A scalar that does not depend on all that is trained, such as a penalty beside logits, is no loss.
 
     Returns:
-        Indices of ``memory.storages``; empty if no tangent is a scalar, or all are.
+        Indices of ``memory.storages``; empty if no tangent is a scalar, all are, or none is that of a loss.
     """
     tangents = [storage for storage in memory.storages if storage.place is Place.TANGENT]
     large = {storage.index for storage in tangents if storage.nbytes > SCALAR}
@@ -113,7 +136,8 @@ def not_made(memory: MemoryModel) -> frozenset[int]:
         of_tangents.update(operator.births if gradients else ())
         if gradients and missing.issuperset(gradients):
             missing.update(operator.births)
-    return frozenset(missing)
+    trained_by_others = any(memory.storages[index].place is Place.OUTPUT for index in missing)
+    return frozenset() if trained_by_others else frozenset(missing)
 
 
 def _keep_to_end_of_node(memory: MemoryModel, row: Mapping[int, int], dead: Int64s) -> None:
@@ -125,12 +149,48 @@ def _keep_to_end_of_node(memory: MemoryModel, row: Mapping[int, int], dead: Int6
             for index in operator.reads:
                 if index in row and memory.storages[index].producer < begin:
                     dead[row[index]] = max(dead[row[index]], end)
+        _keep_to_end_of_expression(memory, row, dead, begin, end)
     for operator in memory.operators[: memory.boundary]:
         end = ends.pop(operator.node.meta.get("seq_nr", -1), 0)  # those behind it with this number need no gradient
         for position in ops.rule(operator.node.target).saves if end else ():
             part = _part_of(memory, operator.node.args[position])
             if part is not None and part[0].index in row:
                 dead[row[part[0].index]] = max(dead[row[part[0].index]], end)
+
+
+def _keep_to_end_of_expression(
+    memory: MemoryModel, row: Mapping[int, int], dead: Int64s, begin: Step, end: Step
+) -> None:
+    """Let what operators ``begin`` to ``end``, a node of autograd, make for themselves live as in the C++ of eager.
+
+    A temporary lives to the end of its expression: a result of the node, or what is read twice, which has a name in
+    C++. What is written over does not live beside what is written.
+    """
+    temporaries = [
+        [index for index in {*operator.reads}.intersection(row) if begin <= memory.storages[index].producer < step]
+        for step, operator in enumerate(memory.operators[begin:end], begin)
+    ]
+    readers: dict[Step, list[Step]] = {}
+    for step, read in enumerate(temporaries, begin):
+        for index in read:
+            readers.setdefault(memory.storages[index].producer, []).append(step)
+    last: dict[Step, Step] = {}  # of an operator: the last one of its expression
+    for step in reversed(range(begin, end)):
+        by = readers.get(step, [])
+        goes_on = len(by) == 1 and not _adds_up_what_was_broadcast(memory.operators[by[0]].node, by[0] in readers)
+        last[step] = last[by[0]] if goes_on else step
+    lengths = Counter(last.values())
+    for step, read in enumerate(temporaries, begin):
+        node = memory.operators[step].node
+        over = _part_of(memory, node.args[0]) if WROTE_OVER in node.meta else None
+        for index in read:
+            if lengths[last[step]] <= EXPRESSION and (over is None or over[0].index != index):
+                dead[row[index]] = max(dead[row[index]], last[step] + 1)
+
+
+def _adds_up_what_was_broadcast(node: fx.Node, is_read: bool) -> bool:
+    """Whether autograd runs ``node`` on a result of the formula, to give it the shape of an input."""
+    return node.target is aten.sum.dim_IntList and not is_read
 
 
 def _nodes_of_autograd(memory: MemoryModel) -> Iterator[tuple[int, Step, Step]]:
@@ -205,15 +265,19 @@ def _added_to(
 ) -> tuple[Storage, bool] | None:
     """The gradient to which autograd adds the other, and whether that is a storage of its own; None for a new one.
 
+    Autograd adds to the gradient that came first, unless anybody else holds it. A view holds the tensor that it is of.
     A gradient that eager does not make is not added: the other one is the sum, whoever else reads it.
     """
     parts = [part for argument in operator.node.args[:2] if (part := _part_of(memory, argument)) is not None]
     summands = [(storage, whole) for storage, whole in parts if storage.index not in missing]
     if len(summands) == 1 < len(parts):
         return summands[0][0], False
-    nbytes = memory.storages[operator.births[0]].nbytes
-    free = (s for s, whole in summands if whole and s.nbytes == nbytes and s.place in STEPS_OWN and s.index in dying)
-    return next(((storage, True) for storage in free), None)
+    first = operator.node.args[0]
+    if len(summands) < len(parts) or not isinstance(first, fx.Node) or ops.is_view(first.target):
+        return None
+    storage, whole = parts[0]
+    own = whole and storage.nbytes == memory.storages[operator.births[0]].nbytes and storage.place in STEPS_OWN
+    return (storage, True) if own and storage.index in dying else None
 
 
 def _part_of(memory: MemoryModel, argument: object) -> tuple[Storage, bool] | None:

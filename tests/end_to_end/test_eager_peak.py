@@ -104,6 +104,11 @@ def twice_read(rows: Tensor, vector: Tensor) -> Tensor:
     return (rows @ vector).exp().sum() + (rows @ vector).sum()
 
 
+def twice_read_transposed(rows: Tensor, vector: Tensor) -> Tensor:
+    """Each product has a gradient of all rows, which autograd transposes."""
+    return (vector @ rows.t()).exp().sum() + (vector @ rows.t()).sum()
+
+
 CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a slice assigned": slice_assigned,
     "a slice assigned by broadcasting": broadcast_assigned,
@@ -134,6 +139,11 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         torch.zeros(ROWS, COLUMNS).index_add(0, index.repeat(TIMES), wide(narrow) * 2).exp().sum()
     ),
     "cummax": lambda narrow, _: (wide(narrow) * 2).cummax(0).values.exp().sum(),
+    "a gradient of a view is not added to": lambda narrow, _: twice_read_transposed(wide(narrow) * 2, narrow[:1]),
+    "temporaries of a formula of one line": lambda narrow, _: torch.erf(wide(narrow).exp()).sum(),
+    "temporaries of a formula of two results": lambda narrow, _: (wide(narrow).exp() / wide(narrow).cos()).sum(),
+    "a temporary that has a name": lambda narrow, _: wide(narrow).exp().norm(dim=1).sum(),
+    "a loss that keeps its elements": lambda narrow, _: nn.functional.mse_loss(wide(narrow) * 2, narrow.repeat(TIMES, 1)),
     "dropout": lambda narrow, _: nn.functional.dropout(wide(narrow), 0.3).exp().sum(),
 }
 
@@ -189,6 +199,30 @@ def test_no_gradient_counts_of_outputs_beside_a_loss() -> None:
     _, dropped = peak_bytes(lambda: model(batch)[0].backward())
     assert dropped < measured * 0.98
     assert any("counts outputs" in note for note in plan.notes)
+
+
+class WithPenalty(nn.Module):
+    """A model that returns a scalar beside logits, of which the scalar is not made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(COLUMNS, COLUMNS), nn.Linear(COLUMNS, TIMES * COLUMNS)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x).tanh()
+        return self.head(hidden), hidden.square().mean()
+
+
+def test_a_penalty_beside_logits_is_not_taken_for_the_loss() -> None:
+    model, batch = WithPenalty(), torch.randn(ROWS, COLUMNS)
+
+    def step() -> None:
+        logits, penalty = model(batch)
+        torch.autograd.backward((logits, penalty), (torch.ones_like(logits), torch.ones_like(penalty)))
+
+    plan = roamc.plan(model, batch)
+    _, measured = peak_bytes(step)
+    assert plan.baseline_bytes == pytest.approx(measured, rel=1 / 64)
 
 
 NOT_EAGERS = {
