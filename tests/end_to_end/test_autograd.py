@@ -321,7 +321,7 @@ def test_autocast_casts_a_weight_once_per_step_if_its_cache_is_on(around: bool) 
             assert_same(seeded(step, x), seeded(eager_step, twin, inside(cache), reference, x))
         assert_same(tensors_of(model), tensors_of(twin))
     once, thrice = sorted(step.plans, key=lambda plan: plan.baseline_bytes)
-    assert thrice.baseline_bytes - once.baseline_bytes > 1.8 * 2 * 64 * 64  # the peak is at another operator
+    assert thrice.baseline_bytes - once.baseline_bytes > 1.8 * 2 * 64 * 64  # eager takes 45,464 and 29,976 bytes
 
 
 def test_changed_shapes_of_an_optimized_module() -> None:

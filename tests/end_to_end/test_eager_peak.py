@@ -143,7 +143,9 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "temporaries of a formula of one line": lambda narrow, _: torch.erf(wide(narrow).exp()).sum(),
     "temporaries of a formula of two results": lambda narrow, _: (wide(narrow).exp() / wide(narrow).cos()).sum(),
     "a temporary that has a name": lambda narrow, _: wide(narrow).exp().norm(dim=1).sum(),
-    "a loss that keeps its elements": lambda narrow, _: nn.functional.mse_loss(wide(narrow) * 2, narrow.repeat(TIMES, 1)),
+    "a loss that keeps its elements": lambda narrow, _: nn.functional.mse_loss(
+        wide(narrow) * 2, narrow.repeat(TIMES, 1)
+    ),
     "dropout": lambda narrow, _: nn.functional.dropout(wide(narrow), 0.3).exp().sum(),
 }
 

@@ -114,7 +114,7 @@ SUBJECTS = {
     "roamc/capture/cuda_attention.py": "attention",
     "roamc/capture/dropouts.py": "dropout, as eager computes it",
     "roamc/capture/questions.py": "operators that read a value",
-    "roamc/graph/eager_memory.py": "the mask of a dropout, which eager has in another dtype",
+    "roamc/graph/eager_memory.py": "masks and losses that are larger in eager, sums behind a formula",
     "roamc/capture/gather_judge.py": "what may stand between a part and its gather, for the judge",
     "roamc/capture/in_place_values.py": "clones that autograd keeps",
     "roamc/capture/in_place_views.py": "views in place",
