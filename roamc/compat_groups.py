@@ -208,15 +208,38 @@ def _exchanged(group_name: Any, text: str, attempt: int) -> list[str | Absent]:
         return gathered
     count = _EXCHANGES.get(group, 0) + 1
     keys = [f"roamc/{count}/{position}" for position in range(ranks)]
-    store.set(keys[int(group.rank())], text)
+    own = int(group.rank())
     withdrawals = [_withdrawn(attempt, count, position) for position in range(ranks)]
+    if any(store.check([key]) for key in withdrawals):  # what that rank has sent since is of another graph
+        absent = [Absent(store.get(key).decode() if store.check([key]) else "") for key in withdrawals]
+        return [*absent[:own], text, *absent[own + 1 :]]
+    store.set(keys[own], text)
     if not _all_come(store, keys, withdrawals):
         texts = [_text_or_reason(store, key, why) for key, why in zip(keys, withdrawals, strict=True)]
         if any(isinstance(answer, Absent) for answer in texts):
-            store.delete_key(keys[int(group.rank())])  # else who was missed reads it in its next exchange
+            store.delete_key(keys[own])  # else who was missed reads it in its next exchange
             return texts
     _EXCHANGES[group] = count
-    return [store.get(key).decode() for key in keys]
+    store.delete_key(f"roamc/{count - 1}/{own}")  # all ranks are past it, or they would not have come to this one
+    together = store.has_extended_api()
+    return [text.decode() for text in (store.multi_get(keys) if together else map(store.get, keys))]
+
+
+def leave_text(group_name: Any, text: str) -> None:
+    """Give the other ranks of a group ``text`` at their next exchange, which counts for this rank: it does not wait.
+
+    Args:
+        group_name: as for :func:`ranks_in`.
+        text: what the other ranks get.
+    """
+    from torch.distributed import distributed_c10d
+
+    group = group_of_ranks(group_name)
+    kind, store = distributed_c10d._world.pg_map.get(group, ("", None))
+    if kind != "fake" and store is not None and int(group.size()) > 1:
+        count = _EXCHANGES[group] = _EXCHANGES.get(group, 0) + 1
+        with contextlib.suppress(RuntimeError):  # with the store, those are gone who could wait
+            store.set(f"roamc/{count}/{int(group.rank())}", text)
 
 
 def withdraw(attempt: int, why: str) -> None:

@@ -97,3 +97,7 @@ class StaleError(RoamcError):
 
 class RanksError(RoamcError, RuntimeError):
     """Ranks that must agree have different inputs, parameters, random states or plans; the message says which."""
+
+
+class OtherStepError(RanksError):
+    """Ranks are about to run different steps: each would wait for the others, in a fallback too."""

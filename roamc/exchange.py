@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from roamc.compat_groups import Absent, exchanged, numbers_in, withdraw
-from roamc.errors import RanksError
+from roamc.compat_groups import Absent, exchanged, leave_text, numbers_in, withdraw
+from roamc.errors import OtherStepError, RanksError
 
 ON_SHARDS = "give all ranks of the group the same batch and options, or set shard='off'"
 """What to do about a rank that is missing, where a graph is split along the tokens."""
@@ -25,14 +26,17 @@ class _Attempts:
 
     Attributes:
         present: number of the last one that was begun.
+        met: whether this process has met other ranks for it.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self.present = 0
+        self.met = False
 
     def begin(self) -> None:
         self.present = next(self._numbers)
+        self.met = False
 
 
 _attempts = _Attempts()
@@ -47,12 +51,94 @@ def begin() -> None:
     _attempts.begin()
 
 
-def give_up(error: Exception) -> None:
+def give_up(error: Exception, groups: Iterable[object] = ()) -> None:
     """Tell the other ranks that this one has failed to compile the graph that was begun last.
 
-    Ranks that wait for this one in :func:`texts_of`, or will, learn the first line of ``error`` within seconds.
+    Ranks that wait for this one in :func:`texts_of`, or will, learn the first line of ``error`` within seconds. So do
+    those that run a program, and have nothing to compile, where this rank has met nobody yet.
+
+    Args:
+        error: what failed.
+        groups: those whose ranks run earlier programs of the same step together.
     """
-    withdraw(_attempts.present, str(error).partition("\n")[0] or type(error).__name__)
+    why = str(error).partition("\n")[0] or type(error).__name__
+    for group in groups if not _attempts.met else ():
+        leave_text(group, json.dumps((FAILED, why, {})))
+    withdraw(_attempts.present, why)
+
+
+PLANS, RUNS, FAILED = "plans it", "runs it", "failed"
+
+
+class Opening(NamedTuple):
+    """What a rank is about to do with a step.
+
+    Attributes:
+        does: ``PLANS``, or ``RUNS`` if it has a program for the step.
+        text: what it tells the other ranks besides.
+        batch: name of each tensor of its batch to dtype and sizes.
+    """
+
+    does: str
+    text: str
+    batch: Mapping[str, str]
+
+
+def openings(group: object, mine: Opening, name: str, advice: str = ON_SHARDS) -> list[Opening]:
+    """Return what each rank of a group is about to do; all of them call this first in every step that they share.
+
+    Args:
+        group: the process group or its name, as collectives take it.
+        mine: what this rank is about to do.
+        name: of the graph, for the message.
+        advice: what to do about a rank that is missing.
+
+    Raises:
+        OtherStepError: some ranks plan a step and others run one; raised on all ranks, names the first difference.
+        RanksError: a rank has failed before it could plan the step, or is missing.
+    """
+    plans = mine.does == PLANS
+    task = "plan it" if plans else "compare its batch"
+    texts = texts_of(group, json.dumps(mine), name, task, advice, compiling=plans)
+    numbers, ranks = numbers_in(group), [Opening(*json.loads(text)) for text in texts]
+    if not plans and any(rank.does != RUNS for rank in ranks):
+        begin()  # that rank has, and all count alike
+    for number, rank in zip(numbers, ranks, strict=True):
+        if rank.does == FAILED:
+            raise RanksError(f"{name} is on several ranks, and {in_words([number])} could not plan it: {rank.text}")
+        if rank.does != ranks[0].does:
+            first = in_words(numbers[:1])
+            why = other_batch(ranks[0].batch, rank.batch, first) or (
+                "their batches have the same sizes, so another number of the batch, or what forward, hooks or the loss "
+                "read, has changed on one of them, or one has planned in a call that failed (torch.compiler.reset() on "
+                "all ranks lets them plan anew)"
+            )
+            raise OtherStepError(
+                f"{name} is on several ranks, and at this step {in_words([number])} {_at_step(rank)} while {first} "
+                f"{_at_step(ranks[0])}: {why}; {advice}"
+            )
+    return ranks
+
+
+def _at_step(rank: Opening) -> str:
+    return "plans a step" if rank.does == PLANS else "runs one that it has planned"
+
+
+def other_batch(first: Mapping[str, str], other: Mapping[str, str], who: str) -> str:
+    """Say in which tensor two batches differ first, such as "batch[0] is float32 [2], on rank 0 float32 [4]".
+
+    Args:
+        first: a batch, see :attr:`Opening.batch`.
+        other: the batch that the answer is about.
+        who: whose the first batch is, such as "rank 0".
+
+    Returns:
+        The difference; empty if there is none.
+    """
+    for name in dict.fromkeys((*first, *other)):
+        if first.get(name) != other.get(name):
+            return f"{name} is {other.get(name, 'not there')}, on {who} {first.get(name, 'not there')}"
+    return ""
 
 
 def texts_of(
@@ -76,6 +162,7 @@ def texts_of(
             ranks meet.
     """
     numbers = numbers_in(group)
+    _attempts.met |= compiling
     try:
         texts = exchanged(group, text, _attempts.present if compiling else NOBODY)
     except ConnectionError as error:

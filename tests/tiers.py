@@ -74,6 +74,7 @@ FIRST: dict[str, int] = {
     "tests/end_to_end/test_activations_channels_last.py::test_a_step_keeps_whole_what_eager_runs_as_one": 1,
     "tests/end_to_end/test_activations_channels_last.py::test_the_bits_are_those_of_eager": 5,
     "tests/end_to_end/test_agreement.py::test_ranks_that_have_other_values_are_refused_on_all_ranks": 1,
+    "tests/end_to_end/test_agreement.py::test_ranks_with_other_batches_are_refused_at_any_step_and_go_on": 1,
     "tests/end_to_end/test_alignment.py::test_small_alignments": 1,
     "tests/end_to_end/test_autocast.py::test_norm_under_autocast": 2,
     "tests/end_to_end/test_autograd.py::test_a_share_that_a_small_piece_cannot_keep_is_no_error": 1,

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from roamc.budget import LIGHT
 from roamc.errors import PlanError
-from roamc.graph import Agreement, TrainGraph, operators
+from roamc.graph import TrainGraph, operators
 from roamc.graph.memory import build_memory
+from roamc.graph.ranks import with_agreements
 from roamc.passes.retain.compress import Code, compress
 from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.problem import ALLOWED, able_in
@@ -40,20 +41,9 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     _check_allowed(graph, decision)
     if decision.reruns:
         graph = rerun(graph, [Rerun(*again[:4]) for again in decision.reruns])
-    graph = _agreed(graph)
+    graph = with_agreements(graph, [each.group for each in graph.same_plan])
     changed = decision.sequence and (decision.codes or decision.reruns)
     return arrange(graph, _completed(graph, decision.sequence)) if changed else graph
-
-
-def _agreed(graph: TrainGraph) -> TrainGraph:
-    """``graph`` with an agreement for each group that runs one plan: ranks compare which collectives they run.
-
-    A rank on which none runs again has it as well; else the others would wait for it.
-    """
-    agreed_groups = {agreement.group for agreement in graph.agreements}
-    missing = [each.group for each in graph.same_plan if each.group not in agreed_groups]
-    more = (Agreement(group, (), (), (), "") for group in missing)
-    return graph.replace(agreements=(*graph.agreements, *more)) if missing else graph
 
 
 def _completed(graph: TrainGraph, sequence: Sequence[str]) -> list[str]:

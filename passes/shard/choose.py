@@ -84,6 +84,11 @@ def regions(graph: TrainGraph) -> list[Candidate]:
 
 
 def is_source(node: fx.Node) -> bool:
+    """Whether ``node`` sums activations over the ranks of its group, and of at least one token."""
+    return _sums_rows(node) and node.meta["val"].numel() > 0
+
+
+def _sums_rows(node: fx.Node) -> bool:
     """Whether ``node`` sums activations over the ranks of its group: rows of floating-point numbers, one for a token.
 
     A tensor of two dimensions that is made of no product, as what a loss adds up for each token, has none.
@@ -93,16 +98,17 @@ def is_source(node: fx.Node) -> bool:
     value = node.meta["val"]
     sized = all(isinstance(size, int) for size in value.shape)
     rows = value.dim() > 2 or (value.dim() == 2 and is_of_products(node.args[0]))
-    return bool(value.is_floating_point() and rows and value.is_contiguous() and sized and value.numel())
+    return bool(value.is_floating_point() and rows and value.is_contiguous() and sized)
 
 
 def groups(graph: TrainGraph) -> list[object]:
     """Return the groups of ranks over which forward sums activations, each once, in the order of their first sums.
 
-    Each is given as in the arguments of the graph's operators: by its name, or as the process group itself.
+    A batch without rows leaves nothing to split, and its rank has to meet the others all the same. Each group is given
+    as in the arguments of the graph's operators: by its name, or as the process group itself.
     """
     forward = [node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD]
-    return list(dict.fromkeys(group_of(node) for node in forward if is_source(node)))
+    return list(dict.fromkeys(group_of(node) for node in forward if _sums_rows(node)))
 
 
 def _candidates(graph: TrainGraph) -> Iterator[Candidate]:

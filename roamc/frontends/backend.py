@@ -26,7 +26,7 @@ from roamc.capture import joint, recurrent, torch_faults
 from roamc.capture.shared import shared_by
 from roamc.capture.torch_faults import Fault
 from roamc.codegen.partition import partitioned
-from roamc.errors import BudgetError, CaptureError, OptionError, RoamcError
+from roamc.errors import BudgetError, CaptureError, OptionError, OtherStepError, RoamcError
 from roamc.frontends.dynamic_shapes import BySize, has_open_sizes
 from roamc.frontends.planned_again import PlannedAgain
 from roamc.frontends.record import REMEMBERED, Record
@@ -373,11 +373,13 @@ class _Job:
         )
 
     def fall_back(self, error: Exception, who: str) -> None:
-        """Warn that ``error`` ended planning and ``who`` runs the graph now; raise it if strict, about options, or an
-        interruption."""
-        exchange.give_up(error)
+        """Warn that ``error`` ended planning and ``who`` runs the graph now.
+
+        It is raised if the option ``strict`` is set, if it is about options, other ranks' steps, or an interruption.
+        """
+        exchange.give_up(error, self.record.shared_groups)
         stopped = interruption(error)
-        if stopped is not None or self.options.strict or isinstance(error, OptionError | BudgetError):
+        if stopped is not None or self.options.strict or isinstance(error, OptionError | BudgetError | OtherStepError):
             raise stopped or error
         reason = reason_of(error)
         self.record.fallbacks.append(reason)
@@ -438,7 +440,7 @@ class _Unit:
             with recurrent.decomposed(), compat_aot.writes_marked(WROTE_OVER):
                 compiled: Callable[..., Any] = backend(gm, inputs)
         except (RoamcError, compat_dynamo.DynamoError) as error:
-            exchange.give_up(error)
+            exchange.give_up(error, self.job.record.shared_groups)
             raise
         except Exception as error:  # AOTAutograd takes less than eager does
             self.job.fall_back(shared_by(error) or error, "eager PyTorch")

@@ -75,6 +75,12 @@ class Record:
             self.programs = [other for other in self.programs if other is not program]
 
     @property
+    def shared_groups(self) -> list[object]:
+        """The groups whose ranks run the programs together."""
+        graphs = [program.executable.planned.graph for program in self.programs]
+        return list(dict.fromkeys(agreement.group for graph in graphs for agreement in graph.agreements))
+
+    @property
     def plans(self) -> list[Plan]:
         """The plans, oldest first, but of programs that have failed; those of pieces have a note on all of them."""
         plans = [program.executable.planned.plan for program in self.programs if not program.executable.broken]

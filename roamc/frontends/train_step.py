@@ -27,7 +27,7 @@ from roamc.capture.step import CapturedStep, Cohort, Source, capture_step, optim
 from roamc.capture.step_trace import LossFunction, StepRequest
 from roamc.compat_fsdp import take_apart as take_parameters_apart
 from roamc.compat_modules import buffers_of, modules_of, parameters_of
-from roamc.errors import CaptureError, RoamcError, VerifyError
+from roamc.errors import CaptureError, RanksError, RoamcError, VerifyError
 from roamc.frontends import optimizer_hooks
 from roamc.frontends.arguments import (
     check_call,
@@ -144,6 +144,7 @@ class TrainStep:
         check_whole(model)
         self._rule = rule_for(optimizer)
         self._steps: OrderedDict[_Key, BoundStep] = OrderedDict()
+        self._shared: dict[object, None] = {}
         self._reduced: tuple[str, ...] | None = None
         self._sent: tuple[str, ...] = ()
         self._node_hooks = NodeHooks()
@@ -158,11 +159,13 @@ class TrainStep:
         Raises:
             CaptureError: this batch or model cannot be captured; says what to do.
             BudgetError: the plan does not fit ``memory_budget``; nothing has run.
+            RanksError: other ranks, which have to take this step too, take another, or have other values.
         """
-        leaves, nest = take_apart((batch, named))
-        check_batch(leaves)
-        self._check_surroundings()
-        with _lock_of(self.model).now:
+        with self._others_told():
+            leaves, nest = take_apart((batch, named))
+            check_batch(leaves)
+            self._check_surroundings()
+        with _lock_of(self.model).now, self._planned_alike():
             take_parameters_apart(self.model)
             bound, cohorts = self._bound(leaves, nest)
             before, after = compat_hooks.optimizer_step_hooks(self.optimizer)
@@ -234,6 +237,7 @@ class TrainStep:
         self.__dict__.update(state)
         self._rule = rule_for(self.optimizer)
         self._steps = OrderedDict()
+        self._shared = {}
         self._reduced = None
         self._sent = ()
         self._node_hooks = NodeHooks()
@@ -318,7 +322,8 @@ class TrainStep:
         Returns:
             The program, and what its :meth:`roamc.frontends.bound_step.BoundStep.cohorts_now` returns.
         """
-        asked, places = self._key(leaves, nest)
+        with self._others_told():
+            asked, places = self._key(leaves, nest)
         alike = (entry for entry in reversed(self._steps) if entry.holds(asked, places))
         key = next((entry for entry in alike if self._steps[entry].answers(leaves)), None)
         bound = self._steps[key] if key is not None else None
@@ -328,7 +333,8 @@ class TrainStep:
             try:
                 bound, reads = self._build(leaves, nest)
             except Exception as error:
-                exchange.give_up(error)
+                exchange.give_up(error, self._shared)
+                self._forget_shared()
                 raise
             left = python_keys.changed(places, self._key(leaves, nest)[1])
             fresh = _Key(asked, _without(places, left), left, reads)
@@ -341,6 +347,31 @@ class TrainStep:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return bound, cohorts
+
+    @contextlib.contextmanager
+    def _others_told(self) -> Iterator[None]:
+        """Context manager: other ranks, which may run a program of this step, learn of an error inside."""
+        try:
+            yield
+        except Exception as error:
+            exchange.begin()  # as ranks that plan this step
+            exchange.give_up(error, self._shared)
+            self._forget_shared()
+            raise
+
+    @contextlib.contextmanager
+    def _planned_alike(self) -> Iterator[None]:
+        """Context manager: after an error inside all ranks plan anew, so that none runs what another has to plan."""
+        try:
+            yield
+        except RanksError:
+            self._forget_shared()
+            raise
+
+    def _forget_shared(self) -> None:
+        """Forget all programs if ranks run them together."""
+        if self._shared:
+            self._steps.clear()
 
     def _build(self, leaves: Sequence[Any], nest: Nest) -> tuple[BoundStep, python_state.Reads]:
         """Capture and plan a step for a batch now; return (program, what tracing has read of modules).
@@ -373,6 +404,7 @@ class TrainStep:
                 )
                 whole.prepare()
         bound = BoundStep(request, captured, self._rule, whole, planned.plan)
+        self._shared |= dict.fromkeys(agreement.group for agreement in planned.graph.agreements)
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
         log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])
         return bound, reads

@@ -6,13 +6,14 @@ may run again only where all ranks of its group run one plan (:attr:`roamc.graph
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
+import torch
 from torch import fx
 
 from roamc.compat_groups import is_planned_for, sums_in_one_order
 from roamc.errors import VerifyError, way_out
-from roamc.graph.train_graph import Phase, SamePlan, TrainGraph, operators, tensors_of
+from roamc.graph.train_graph import Agreement, Phase, Role, SamePlan, TrainGraph, operators, placeholders, tensors_of
 from roamc.operators import ops
 from roamc.operators.schemas import group_of, name_of
 from roamc.operators.table import Together
@@ -77,6 +78,32 @@ def with_same_plan(graph: TrainGraph, groups: Sequence[object]) -> TrainGraph:
         groups: names of groups, as operators are called with them.
     """
     return graph.replace(same_plan=tuple(SamePlan(group, sums_in_one_order(group)) for group in groups))
+
+
+def with_agreements(graph: TrainGraph, groups: Iterable[object]) -> TrainGraph:
+    """Return ``graph`` with an agreement for each of ``groups``: its ranks compare the collectives that they run.
+
+    A rank on which nothing is split or runs again has it as well; else the others would wait for it.
+
+    Args:
+        graph: any graph.
+        groups: names of groups, as operators are called with them; those that have an agreement keep it.
+    """
+    compared = {agreement.group for agreement in graph.agreements}
+    more = [Agreement(group, (), (), (), "") for group in groups if group not in compared]
+    return graph.replace(agreements=(*graph.agreements, *more)) if more else graph
+
+
+def batch_of(graph: TrainGraph) -> dict[str, str]:
+    """Return the name of each tensor that the caller hands in to dtype and sizes, for messages to other ranks."""
+    ports = zip(graph.inputs, placeholders(graph.graph), strict=True)
+    values = {port.name: node.meta.get("val") for port, node in ports if port.role is Role.INPUT}
+    return {name: _described(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _described(tensor: torch.Tensor) -> str:
+    sizes = list(tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')} {sizes}{' with 0 rows' * (sizes[:1] == [0])}"
 
 
 def planned_groups(graph: TrainGraph) -> list[object]:

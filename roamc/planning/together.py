@@ -21,16 +21,16 @@ import contextlib
 import dataclasses
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from roamc.compat_groups import is_planned_for, numbers_in, rank_in, ranks_in
-from roamc.errors import BudgetError, OptionError, RanksError, RoamcError
-from roamc.exchange import FIRST_STEP, ON_SHARDS, first_other, in_words, texts_of
+from roamc.errors import BudgetError, OptionError, OtherStepError, RanksError, RoamcError
+from roamc.exchange import FIRST_STEP, ON_SHARDS, PLANS, Opening, first_other, in_words, openings, other_batch, texts_of
 from roamc.graph import TrainGraph
 from roamc.graph.fingerprint import fingerprint
-from roamc.graph.ranks import collectives_of, with_same_plan
+from roamc.graph.ranks import batch_of, collectives_of, with_agreements, with_same_plan
 from roamc.options import Options
 from roamc.passes.shard import choose
 from roamc.planning import search
@@ -50,7 +50,8 @@ def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Pla
     """Plan a graph as :func:`roamc.planning.search.run` does, on all ranks of its groups at the same time.
 
     Ranks talk to each other where ``options.shard`` is not "off" and forward sums over a group: its ranks need the
-    same batch, and so make their plans at the same time. So do those of the groups in ``meeting``.
+    same batch, and so make their plans at the same time. So do those of the groups in ``meeting``. The former meet
+    again in every step, by the graph's agreements.
 
     Args:
         graph: the captured graph; it is changed in place.
@@ -59,10 +60,11 @@ def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Pla
 
     Raises:
         RanksError: another rank has other options, failed to plan, or does not plan; names it and the reason.
+        OtherStepError: another rank runs a step that it has planned, or other collectives.
         RoamcError: as :func:`roamc.planning.search.run` raises, on the ranks where it does; a budget that one rank
             cannot keep, and an option that it refuses, is such an error on all ranks.
     """
-    groups = groups_of(graph, options, meeting)
+    groups, by_tokens = groups_of(graph, options, meeting), _by_tokens(graph, options)
     if not groups:
         return search.run(graph, options)
     name = graph.name
@@ -72,7 +74,8 @@ def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Pla
     attempt.plan(groups, again=[group for group in groups if group not in meeting])
     _settle(groups, attempt.error, name, attempt.advice)
     assert attempt.planned is not None  # else there is an error
-    return attempt.planned
+    planned = attempt.planned
+    return dataclasses.replace(planned, graph=with_agreements(planned.graph, by_tokens))
 
 
 def alone(graph: TrainGraph, options: Options, meeting: Sequence[str] = (), *, quick: bool = False) -> Planned:
@@ -155,8 +158,16 @@ def groups_of(graph: TrainGraph, options: Options, meeting: Sequence[object] = (
 
     Arguments are those of :func:`run`.
     """
-    by_tokens = choose.groups(graph) if options.shard != "off" else []
-    return [group for group in dict.fromkeys((*by_tokens, *meeting)) if (ranks_in(group) or 1) > 1]
+    return list(dict.fromkeys((*_by_tokens(graph, options), *filter(_is_of_several, meeting))))
+
+
+def _by_tokens(graph: TrainGraph, options: Options) -> list[object]:
+    """The groups of several ranks that need the same batch in every step."""
+    return list(filter(_is_of_several, choose.groups(graph))) if options.shard != "off" else []
+
+
+def _is_of_several(group: object) -> bool:
+    return (ranks_in(group) or 1) > 1
 
 
 def any_of(groups: Sequence[object], said: bool, name: str, advice: str = ON_SHARDS) -> bool:
@@ -198,15 +209,17 @@ class _Attempt:
                 graph has parts of tokens, or each may get a graph of its own at a later step.
 
         Raises:
-            RanksError: a rank has other options, versions or collectives than the first; raised on all ranks of the
-                group.
+            RanksError: a rank has other options or versions than the first; raised on all ranks of the group.
+            OtherStepError: a rank runs other collectives than the first, or runs a step that it has planned; raised on
+                all ranks of the group.
         """
         fields = (item.name for item in dataclasses.fields(self.asked) if item.name != "profile")  # that may be a path
         options = {name: repr(getattr(self.asked, name)) for name in fields}
         mine = {**options, "roamc": __version__, "torch": torch.__version__}
         collectives = list(collectives_of(self.graph, group)) if compared else []
         text = json.dumps([mine, self._free(), self.mark, collectives])
-        ranks = list(map(json.loads, texts_of(group, text, self.name, "plan it", self.advice)))
+        opened = openings(group, Opening(PLANS, text, batch_of(self.graph)), self.name, self.advice)
+        ranks = [json.loads(opening.text) for opening in opened]
         marks = [record[2] for record in ranks]
         self.alike = self.alike and set(marks) == {self.mark}
         self.follows = self.follows or self.mark in marks[: rank_in(group)]
@@ -219,19 +232,24 @@ class _Attempt:
                         f"{other.get(key)}, {in_words(numbers_in(group)[:1])} with {first.get(key)}: "
                         "give all ranks the same"
                     )
-        self._compare(group, [record[3] for record in ranks])
+        self._compare(group, [record[3] for record in ranks], [opening.batch for opening in opened])
         if self.asked.memory_budget == "device":
             free = min((record[1] for record in ranks if record[1] is not None), default=None)
             self.options = dataclasses.replace(self.options, memory_budget=free)
 
-    def _compare(self, group: object, collectives: Sequence[Sequence[str]]) -> None:
+    def _compare(
+        self, group: object, collectives: Sequence[Sequence[str]], batches: Sequence[Mapping[str, str]]
+    ) -> None:
         """Check that all ranks of ``group`` run the same collectives: else one waits for ever, or adds other values."""
-        differs = first_other(numbers_in(group), collectives)
+        numbers = numbers_in(group)
+        differs = first_other(numbers, collectives)
         if differs is not None:
-            other, expected, runs = differs
-            raise RanksError(
-                f"{self.name} is on several ranks, and {other} runs {runs} where {in_words(numbers_in(group)[:1])} "
-                f"runs {expected}: give all ranks the same model and batch"
+            (other, expected, runs), first = differs, in_words(numbers[:1])
+            batch = next((batch for batch, sent in zip(batches, collectives, strict=True) if sent != collectives[0]))
+            why = other_batch(batches[0], batch, first)
+            raise OtherStepError(
+                f"{self.name} is on several ranks, and {other} runs {runs} where {first} runs {expected}"
+                f"{f' ({why})' * bool(why)}: give all ranks the same model and batch"
             )
 
     def _free(self) -> int | None:

@@ -84,23 +84,22 @@ class Executable:
         self._on_failure = on_failure
         self._dtypes = {name: _dtypes(entry) for name, entry in self.program.entries.items()}
         self._checked: set[str] = set()
-        self._agreed: set[str] = set()
+        self._meetings = agreement.Meetings(planned.graph, self.program.entries)
         self._plain: dict[str, fallback.Boxed] = {}
         log.debug("program of %s:\n%s", planned.graph.name, self.program.source)
 
     def agree(self, entry: str, args: Sequence[Any]) -> None:
-        """Compare with the other ranks what they must have the same of, before function ``entry`` first runs.
+        """Compare with the other ranks what they must have the same of, before function ``entry`` runs.
 
         Args:
             entry: name of the function: "step", "forward" or "backward".
             args: one value per parameter of the function.
 
         Raises:
-            RanksError: the ranks have other values; they compare again in the next call.
+            RanksError: as :meth:`roamc.runtime.agreement.Meetings.check` raises.
         """
-        if self.planned.graph.agreements and entry not in self._agreed:
-            agreement.check(self.planned.graph, self.program.entries[entry], args)
-            self._agreed.add(entry)
+        if self.planned.graph.agreements:
+            self._meetings.check(entry, args)
 
     def arena(self) -> Arena | None:
         """Take an arena for a step, which the caller gives back by ``pool.release``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ TOLD = {
     "batch": "another input primals_1 (float32 [4, 7, 8])",
     "weight of the norm": "another parameter ",
     "seed": "another state of random numbers on cpu",
-    "size": "another plan ",
+    "size": "another plan (primals_1 is float32 [3, 7, 8], on rank 0 float32 [4, 7, 8])",
 }
 OF_A_STEP = {"learning rate": "another scalar group 0: lr"}
 """What rank 1 has in another way, and what both ranks are told."""
@@ -168,3 +169,105 @@ def test_ranks_fall_back_or_raise_together(tmp_path: Path) -> None:
         for line in (compiled, step):
             assert ("a planted fault" if rank else "rank 1 could not plan ") in line, said
             assert "a planted fault" in line, said
+
+
+class Parts(nn.Module):
+    """The sum of :class:`Tiny` over the parts of a batch, which may have a weight and a term of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = Tiny()
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        loss = torch.stack([self.tiny(x.float()) for x in batch["parts"]]).sum()
+        loss = loss if batch["weight"] is None else loss * batch["weight"].sum()
+        return loss + batch["more"].sum() if "more" in batch else loss
+
+
+OTHERS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "no rows": lambda x: {"parts": [x[:0]]},
+    "fewer rows": lambda x: {"parts": [x[:3]]},
+    "one token": lambda x: {"parts": [x[:1, :1]]},
+    "no tokens": lambda x: {"parts": [x[:, :0]]},
+    "another dtype": lambda x: {"parts": [x.double()]},
+    "no weight": lambda x: {"weight": None},
+    "another key": lambda x: {"more": x},
+    "two parts": lambda x: {"parts": [x, x]},
+    "a set": lambda x: {"weight": {torch.ones(2)}},
+}
+"""What rank 1 has in another way than rank 0, by name."""
+
+STEPS = """
+from tests.end_to_end.test_agreement import steps_of
+for change in sys.argv[5:]:
+    torch._dynamo.reset()
+    for number, said in enumerate(steps_of(sys.argv[4], change)):
+        print(f"[{rank}] {change}, step {number}:", said, flush=True)
+"""
+STEPWISE = {
+    "quick": ("train_step", "no rows", "a set"),
+    "train_step": ("train_step", *OTHERS, "all: no rows"),
+    "whole": ("whole", "no rows", "two parts", "all: no rows"),
+    "optimize": ("optimize", *(change for change in OTHERS if change != "a set"), "all: no rows"),
+    "roamc": ("roamc", "no rows", "two parts", "all: no rows"),
+}
+"""Name to the way in and what is changed."""
+
+
+def steps_of(way: str, change: str) -> list[str]:
+    """What a rank gets of four steps; in the first and in the third rank 1 has another batch, or all ranks have."""
+    import torch.distributed as dist
+
+    import roamc
+
+    torch.manual_seed(0)
+    model = Parts()
+    options: dict[str, Any] = {"strict": True, "shard": "whole" if way == "whole" else "sequence"}
+    call: Callable[[Any], Tensor]
+    if way in ("train_step", "whole"):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        call = roamc.train_step(model, lambda model, batch: model(batch), optimizer, **options)
+    elif way == "optimize":
+        call = roamc.optimize(model, **options)
+    else:
+        call = torch.compile(model, backend="roamc", options=options, dynamic=False)
+    said = []
+    for number in range(4):
+        torch.manual_seed(number)
+        x = torch.randn(4, 7, 8)
+        batch: dict[str, Any] = {"parts": [x], "weight": torch.ones(2)}
+        if number % 2 == 0 and (dist.get_rank() == 1 or change.startswith("all: ")):
+            batch |= OTHERS[change.removeprefix("all: ")](x)
+        try:
+            loss = call(batch)
+            if loss.requires_grad:
+                loss.backward()
+            said.append(f"passed with {loss.item()}")
+        except Exception as error:
+            kind = getattr(error, "inner_exception", error)
+            said.append(f"refused: {type(kind).__name__}: {str(kind).splitlines()[0]}")
+            torch.compiler.reset()
+    return said
+
+
+@pytest.mark.parametrize("case", STEPWISE)
+def test_ranks_with_other_batches_are_refused_at_any_step_and_go_on(case: str, tmp_path: Path) -> None:
+    """No rank waits for the timeout, and no refused step leaves ranks with other programs."""
+    _, *changes = STEPWISE[case]
+    said = run_ranks(tmp_path, STEPS, 2, STEPWISE[case])
+    assert "timeout" not in said, said
+    for change, number in itertools.product(changes, range(4)):
+        first, second = (_line(said, f"[{rank}] {change}, step {number}: ") for rank in (0, 1))
+        if number % 2 == 0 and not change.startswith("all: "):
+            for line in (first, second):
+                assert line.startswith("refused: "), said
+                assert "rank 1 " in line or "not set" in line, said
+            assert change != "no rows" or "is float32 [0, 7, 8] with 0 rows, on rank 0 float32 [4, 7, 8]" in first
+        else:
+            assert first == second, said
+            assert first.startswith("passed with "), said
+
+
+def _line(said: str, start: str) -> str:
+    (line,) = [line for line in said.splitlines() if line.startswith(start)]
+    return line.removeprefix(start)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from roamc import budget, exchange
-from roamc.errors import BudgetError, PlanError, RanksError, VerifyError
+from roamc.errors import BudgetError, OtherStepError, PlanError, RanksError, VerifyError
 from roamc.graph import SamePlan, TrainGraph
 from roamc.options import parse_options
 from roamc.passes.shard import choose
@@ -64,8 +64,9 @@ class Ranks:
         patch.setattr(choose, "groups", lambda graph: list(groups))
         patch.setattr(together, "ranks_in", lambda group: len(self.ranks_of(group)))
         patch.setattr(together, "rank_in", lambda group: self.ranks_of(group).index(self.local.rank))
-        patch.setattr(together, "numbers_in", lambda group: [10 + rank for rank in self.ranks_of(group)])
-        patch.setattr(together, "texts_of", self.exchange)
+        for module in (together, exchange):
+            patch.setattr(module, "numbers_in", lambda group: [10 + rank for rank in self.ranks_of(group)])
+            patch.setattr(module, "texts_of", self.exchange)
         patch.setattr(search, "run", run)
         patch.setattr(budget, "_free", lambda device: (1 << 20) * (4 - self.local.rank))
 
@@ -73,7 +74,9 @@ class Ranks:
         """The group with this name that the rank of this thread is in."""
         return next(ranks for ranks in self.groups[group] if self.local.rank in ranks)
 
-    def exchange(self, group: str, text: str, name: str, what: str, advice: str) -> list[str]:
+    def exchange(
+        self, group: str, text: str, name: str, what: str, advice: str, *, compiling: bool = True
+    ) -> list[str]:
         ranks = self.ranks_of(group)
         self.texts[group, self.local.rank] = text
         self.barriers[group, ranks].wait()
@@ -297,7 +300,7 @@ def test_ranks_with_other_collectives_are_told_which(monkeypatch: pytest.MonkeyP
     ranks = Ranks(monkeypatch)
     monkeypatch.setattr(together, "collectives_of", lambda graph, group: sums[ranks.local.rank])
     for error in ranks.plan([captured(), captured()], shard="whole"):
-        assert type(error) is RanksError
+        assert type(error) is OtherStepError
         assert str(error) == (
             "Sequential is on several ranks, and rank 11 runs all_reduce (4, 8) where rank 10 runs nothing: give all "
             "ranks the same model and batch"
