@@ -35,6 +35,21 @@ def warn(about: object, key: str, message: str) -> None:
         warnings.warn(message, stacklevel=users_level())
 
 
+def warn_or_raise(about: object, key: str, error: RoamcError, options: Options, instead: str = "") -> None:
+    """Warn with the message of ``error``, as :func:`warn` does; raise it in its place if the option ``strict`` is set.
+
+    Args:
+        about: the model or function.
+        key: of the warning.
+        error: has the message.
+        options: what the user set.
+        instead: end of the warning, about what happens where nothing is raised.
+    """
+    if options.strict:
+        raise error from None
+    warn(about, key, f"{error}{instead} (options={{'strict': True}} raises)")
+
+
 def reason_of(error: Exception) -> str:
     """Return an error in one line: the first of its message, behind its type unless it is one of roamc's."""
     text = str(error) if isinstance(error, RoamcError) else f"{type(error).__name__}: {error}"

@@ -24,6 +24,9 @@ SHARD = ("off", "whole", "sequence")
 
 ASYNC_TP = ("auto", "on", "off")
 
+ARGUMENTS = ("clip_grad_norm", "loss_fn", "optimizer")
+"""Arguments of roamc's functions that stand beside the options: a misspelt one arrives as an option."""
+
 LARGEST_ALIGNMENT: Bytes = 2 << 20
 """A huge page: no kernel asks for more."""
 
@@ -123,7 +126,12 @@ def _unknown(name: str, names: list[str]) -> str:
         return "options are keyword arguments here: memory_budget='min' in place of options={'memory_budget': 'min'}"
     if name in ("mesh", "tp_plan", "stage"):
         return f"{name} is for roamc.plan, whose ranks need not be there; what runs has the mesh of its model and ranks"
-    return f"unknown option {name!r}{nearest(name, names)} Valid options: {', '.join(names)}"
+    if name == "device":
+        return (
+            "device is no option: what runs is planned for the device of its tensors; roamc plan --device cuda plans "
+            "for a GPU that is not there"
+        )
+    return f"unknown option {name!r}{nearest(name, (*names, *ARGUMENTS))} Valid options: {', '.join(names)}"
 
 
 def _names(option: str, kind: str, value: object) -> tuple[str, ...]:
@@ -146,7 +154,8 @@ def _check_ranges(options: Options) -> None:
     if not _is_int(options.max_plans) or options.max_plans < 1:
         raise OptionError(f"max_plans must be a whole number from 1, not {options.max_plans!r}")
     if options.idle_arena not in IDLE:
-        raise OptionError(f"idle_arena must be one of {', '.join(IDLE)}, not {options.idle_arena!r}")
+        near = nearest(str(options.idle_arena), IDLE, 0)
+        raise OptionError(f"idle_arena must be one of {', '.join(IDLE)}, not {options.idle_arena!r}{near}")
     for name, kinds in (("numerics", NUMERICS), ("shard", SHARD), ("async_tp", ASYNC_TP)):
         value = getattr(options, name)
         if value not in kinds:
@@ -155,7 +164,9 @@ def _check_ranges(options: Options) -> None:
         if not isinstance(value, bool):
             raise OptionError(f"{name} must be True or False, not {value!r}")
     if options.order not in ORDERS:
-        raise OptionError(f"unknown order {options.order!r}; valid: {', '.join(ORDERS)}")
+        raise OptionError(
+            f"unknown order {options.order!r}{nearest(str(options.order), ORDERS)} Valid: {', '.join(ORDERS)}"
+        )
     if options.profile is not None and not (isinstance(options.profile, str) and options.profile):
         raise OptionError(f"profile must be a file or the name of a shipped profile, not {options.profile!r}")
     if options.profile is not None:

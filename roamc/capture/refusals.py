@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from roamc import compat
+from roamc.capture import user_line
 from roamc.errors import CaptureError
 
 _HIGHER_ORDER = re.compile(r"(?:HigherOrderOperator |Higher Order Operator: torch\.)(\w+)")
@@ -64,9 +65,10 @@ def _text(error: RuntimeError | TypeError) -> str | None:
     """Return the message for an error of the trace; None for one that is about something else."""
     if isinstance(error, compat.DataDependentError):
         return (
-            f"the step reads a tensor's value, to decide what to do next or to print it ({error.func}); "
-            "train_step needs a step whose operators do not depend on data: use torch.where, print the loss "
-            "that the step returns, pass validate_args=False to what checks its arguments, or use torch.compile"
+            f"{user_line.in_front(error)}the step reads a tensor's value, to decide what to do next or to print it "
+            f"({error.func}); train_step needs a step whose operators do not depend on data: use torch.where, print "
+            "the loss that the step returns, pass validate_args=False to what checks its arguments, or use "
+            "torch.compile"
         )
     if isinstance(error, compat.DynamicShapeError):
         if "_ctc_loss" in str(error.func):
@@ -75,8 +77,8 @@ def _text(error: RuntimeError | TypeError) -> str | None:
                 "torch.compile or roamc.optimize"
             )
         return (
-            f"the shape of a result depends on data ({error.func}); train_step needs fixed shapes: "
-            "use a mask instead of an index, or torch.compile"
+            f"{user_line.in_front(error)}the shape of a result depends on data ({error.func}); train_step needs fixed "
+            "shapes: use a mask instead of an index, or torch.compile"
         )
     advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), None)
     if advice is not None:

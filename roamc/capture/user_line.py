@@ -30,13 +30,8 @@ def noted() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith((*_FOREIGN, "<"))
-        ]
-        if frames:
-            last = frames[-1]
+        last = _last(traceback.extract_tb(error.__traceback__))
+        if last is not None:
             error.add_note(f"at {last.filename}:{last.lineno}, in {last.name}: {last.line}{_module_of_torch(error)}")
         raise
 
@@ -48,6 +43,25 @@ def _module_of_torch(error: Exception) -> str:
     if not isinstance(module, nn.Module) or not type(module).__module__.startswith("torch.nn."):
         return ""
     return "" if list(module.children()) else f" (in {module})"
+
+
+def in_front(error: Exception) -> str:
+    """Return the user's line at which ``error`` was raised as the start of its message: "train.py:10: ", or ""."""
+    return _start(_last(traceback.extract_tb(error.__traceback__)))
+
+
+def in_front_now() -> str:
+    """Return the user's line that runs now, as :func:`in_front` does."""
+    return _start(_last(traceback.extract_stack()))
+
+
+def _last(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
+    """The innermost of ``frames`` that is the user's."""
+    return next((frame for frame in reversed(frames) if not frame.filename.startswith((*_FOREIGN, "<"))), None)
+
+
+def _start(frame: traceback.FrameSummary | None) -> str:
+    return f"{Path(frame.filename).name}:{frame.lineno}: " if frame is not None else ""
 
 
 @contextlib.contextmanager

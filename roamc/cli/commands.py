@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import importlib.util
 import json
 import os
 import re
@@ -167,6 +168,8 @@ def explain(
         traced = not (source or graph) if curve is None else curve
         if graphml is not None:
             _check_writable(graphml)
+        if kernels:
+            _check_kernels(request.device)
         report = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
         if graphml is not None:
             write_graphml(report.graph, graphml)
@@ -385,13 +388,26 @@ def _check_writable(path: Path) -> None:
     if not path.parent.is_dir():
         raise OptionError(f"{path.parent}: no such folder")
     new = not path.exists()
-    # files.write_text makes its new file beside the path.
-    if (new or path.is_file()) and not os.access(path.resolve().parent, os.W_OK):
-        raise PermissionError(errno.EACCES, "permission denied", str(path.resolve().parent))
-    with path.open("a"):
-        pass
-    if new:
-        path.unlink()
+    try:
+        # files.write_text makes its new file beside the path.
+        if (new or path.is_file()) and not os.access(path.resolve().parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "permission denied", str(path.resolve().parent))
+        with path.open("a"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        # a new file is not missing: its folder takes none
+        why = "" if new and isinstance(error, FileNotFoundError) else f": {_said_of_file(error)}"
+        raise OptionError(f"cannot write {path}{why}") from None
+
+
+def _check_kernels(device: str) -> None:
+    """Refuse ``--kernels`` where there are none, or nothing compiles them."""
+    if not device.startswith("cuda"):
+        raise OptionError("--kernels needs --device cuda")
+    if importlib.util.find_spec("triton") is None:
+        raise OptionError("--kernels needs Triton: pip install triton")
 
 
 def _print_json(data: Any) -> None:

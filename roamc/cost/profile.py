@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from roamc import decode, files
-from roamc.errors import PlanError, ProfileError
+from roamc.errors import PlanError, ProfileError, nearest
 from roamc.files import measured_folder
 from roamc.units import Bytes, Seconds
 
@@ -160,7 +160,10 @@ def _named(profile: str) -> DeviceProfile:
         return read_profile(SHIPPED / f"{profile}.json")
     if not Path(profile).is_file():
         names = ", ".join(shipped_names())
-        raise ProfileError(f"{profile!r} is neither a file nor a shipped profile ({names}); roamc calibrate makes one")
+        near = nearest(profile, shipped_names())
+        raise ProfileError(
+            f"{profile!r} is neither a file nor a shipped profile ({names}){near} roamc calibrate makes one"
+        )
     return read_profile(Path(profile), "roamc calibrate makes a new one")
 
 

@@ -228,10 +228,8 @@ class _Job:
             f"{number} calls of {self.name!r} wait for backward at one time, and with what they hold "
             f"{str(error).removesuffix(RAISE)}{ONE_BY_ONE}, or raise the budget"
         )
-        if self.options.strict:
-            raise BudgetError(message, error.plan) from None
-        message += "; the plan has the lowest peak (options={'strict': True} raises)"
-        notices.warn(self.about, "open calls", message)
+        instead = "; the plan has the lowest peak"
+        notices.warn_or_raise(self.about, "open calls", BudgetError(message, error.plan), self.options, instead)
 
     def refuse_more_calls(self, number: int, planned: int) -> None:
         """Warn that more calls are open than the plan counts, and that it is not planned again.
@@ -244,9 +242,7 @@ class _Job:
             f"the plan is for {planned}; memory_budget={self.options.memory_budget!r} IS NOT KEPT for more. "
             f"{ONE_BY_ONE}"
         )
-        if self.options.strict:
-            raise BudgetError(message)
-        notices.warn(self.about, "more calls", f"{message} (options={{'strict': True}} raises)")
+        notices.warn_or_raise(self.about, "more calls", BudgetError(message), self.options)
 
     def check_together(self, plan: Plan, calls: OpenCalls) -> None:
         """Warn if a plan, and what calls of other programs of the model hold meanwhile, need more than the budget.
@@ -271,9 +267,7 @@ class _Job:
             f"{format_bytes(beside)}: together {format_bytes(together_bytes)}, and what runs in eager between them "
             f"comes on top. {APART if self.piece else ONE_BY_ONE}, or halve the budget"
         )
-        if self.options.strict:
-            raise BudgetError(message, plan)
-        notices.warn(self.about, "together", f"{message} (options={{'strict': True}} raises)")
+        notices.warn_or_raise(self.about, "together", BudgetError(message, plan), self.options)
 
     def check_split(self) -> None:
         """Warn that a budget holds for a part of the model alone."""

@@ -105,9 +105,7 @@ class Around:
         )
 
     def _say(self, key: str, message: str) -> None:
-        if self._options.strict:
-            raise CaptureError(message)
-        notices.warn(self._record, key, f"{message} (options={{'strict': True}} raises)")
+        notices.warn_or_raise(self._record, key, CaptureError(message), self._options)
 
 
 @torch.compiler.disable(reason="roamc.optimize has compiled this module")  # type: ignore[untyped-decorator]

@@ -128,13 +128,32 @@ def from_file(target: str, settings: Mapping[str, Setting], *, meta: bool = Fals
         raise OptionError(f"{path or target}: no such file")
     with _going_on(target):
         function = _function(_module(Path(path)), name, path)
-        try:
-            inspect.signature(function).bind(**settings)
-        except TypeError as error:
-            raise OptionError(f"{target} cannot be called with {_listed(settings)}: {error}") from None
+        _check_function(target, function, settings)
         with torch.device("meta") if meta else contextlib.nullcontext():
             returned = function(**settings)
     return made(name, returned, target)
+
+
+def _check_function(target: str, function: Callable[..., Any], settings: Mapping[str, Setting]) -> None:
+    """Refuse a module in the place of a function that makes it, and settings that are no arguments of the function."""
+    if isinstance(function, nn.Module):
+        kind = type(function).__name__
+        raise OptionError(f"{target} is a {kind}, not a function; write a function that returns (model, inputs)")
+    signature = inspect.signature(function)
+    names = [
+        name
+        for name, each in signature.parameters.items()
+        if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    unknown = next((name for name in settings if name not in names and not takes_all), None)
+    if unknown is not None:
+        arguments = f" Arguments: {', '.join(names)}" if names else " It has none"
+        raise OptionError(f"{target} has no argument {unknown!r}{nearest(unknown, names)}{arguments}")
+    try:
+        signature.bind(**settings)
+    except TypeError as error:
+        raise OptionError(f"{target} cannot be called with {_listed(settings)}: {error}") from None
 
 
 @contextlib.contextmanager

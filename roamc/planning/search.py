@@ -19,7 +19,7 @@ import torch
 from roamc import cost
 from roamc.budget import LIGHT, Budget
 from roamc.cost import collectives, utilisation
-from roamc.errors import REQUIRED, OptionError
+from roamc.errors import REQUIRED, OptionError, nearest
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import build_memory
@@ -493,5 +493,6 @@ def _check_names(options: Options) -> None:
     for name in options.disable:
         if name not in optional:
             left = ", ".join(optional)
-            raise OptionError(f"disable: cannot leave out pass {name!r}; passes that can be left out: {left}")
+            near = nearest(name, optional)
+            raise OptionError(f"disable: cannot leave out pass {name!r}{near} Passes that can be left out: {left}")
     check_lossy(options.codecs)

@@ -238,8 +238,18 @@ def test_missing_file_is_named() -> None:
 
 
 def test_unknown_argument_is_named(file: str) -> None:
-    with pytest.raises(OptionError, match="seq=3"):
+    with pytest.raises(OptionError, match="model has no argument 'seq'"):
         from_file(f"{file}:model", {"seq": 3})
+
+
+def test_misspelt_argument_and_a_module_in_the_place_of_a_function_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text("from torch import nn\nmodel = nn.Linear(2, 2)\ndef make(width=2, **more): ...\n")
+    with pytest.raises(OptionError, match="model is a Linear, not a function; write a function that returns"):
+        from_file(f"{path}:model", {})
+    path.write_text("def make(width=2, depth=1): ...\n")
+    with pytest.raises(OptionError, match=r"no argument 'wdith'; did you mean 'width'\? Arguments: width, depth"):
+        from_file(f"{path}:make", {"wdith": 8})
 
 
 @pytest.mark.parametrize(

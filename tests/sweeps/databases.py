@@ -103,9 +103,14 @@ def entries() -> Iterator[Entry]:
         for number, module in enumerate(database("module")):
             if dtype in module.dtypes or dtype is torch.bfloat16:
                 yield from (Entry("module", number, module.name, dtype, training) for training in (True, False))
-        for number, operator in enumerate(database("op")):
-            if dtype in operator.supported_dtypes("cpu") and operator.name not in LEFT_OUT:
-                yield Entry("op", number, operator.formatted_name, dtype)
+        yield from operators_in(dtype)
+
+
+def operators_in(dtype: torch.dtype) -> Iterator[Entry]:
+    """Every operator of torch's database that has ``dtype`` on a CPU."""
+    for number, operator in enumerate(database("op")):
+        if dtype in operator.supported_dtypes("cpu") and operator.name not in LEFT_OUT:
+            yield Entry("op", number, operator.formatted_name, dtype)
 
 
 def cases(entry: Entry) -> list[Case]:

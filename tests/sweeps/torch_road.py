@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.sweeps import command, pool
 from tests.sweeps.compare import SEED, OutOfTime, Verdict, time_limit
-from tests.sweeps.databases import LEFT_OUT, Case, Entry, Operator, database, spread, tensors_in
+from tests.sweeps.databases import Case, Entry, Operator, database, operators_in, spread, tensors_in
 
 DTYPES = (torch.complex128, torch.float64)
 ROUNDING = 1e-6
@@ -63,9 +63,7 @@ class Answer:
 def entries() -> Iterator[Entry]:
     """Every operator of torch's database in every dtype of ``DTYPES`` that it has on a CPU."""
     for dtype in DTYPES:
-        for number, operator in enumerate(database("op")):
-            if dtype in operator.supported_dtypes("cpu") and operator.name not in LEFT_OUT:
-                yield Entry("op", number, operator.formatted_name, dtype)
+        yield from operators_in(dtype)
 
 
 def cases(entry: Entry) -> list[Case]:
