@@ -96,7 +96,6 @@ def test_a_dict_of_options_as_one_option_is_told_to_be_keywords() -> None:
         ("order", None, "unknown order None"),
         ("order", "progrm", "did you mean 'program'"),
         ("idle_arena", "kep", "did you mean 'keep'"),
-        ("profile", "h10", "did you mean 'h100'"),
         ("order", ["best"], "unknown order \\['best'\\]"),
         ("disable", 1, "pass names, not 1"),
         ("disable", [1], "pass names, not \\[1\\]"),
