@@ -21,10 +21,11 @@ from collections import Counter
 import torch
 from torch import fx
 
-from roamc.capture.sharing import Sharing
+from roamc.capture.sharing import Place
 from roamc.compat import FakeTensorMode, OpOverload, identity
+from roamc.graph import tensors_of
 from roamc.graph.memory import WROTE_OVER
-from roamc.graph.rewrite import derived
+from roamc.graph.rewrite import derived, move
 from roamc.graph.storage_ids import addresses, addresses_of
 from roamc.operators import ops
 from roamc.operators.corrections import corrected
@@ -78,33 +79,67 @@ def writes_over(target: object) -> OpOverload | None:
     return twin if twin is not None and ops.rule(twin).mutates == (0,) else None
 
 
-class _Exchange(Sharing):
-    """One walk through a graph.
+class _Exchange:
+    """One walk through a graph, which looks at every node once.
+
+    What an exchange moves to another storage, it moves when the walk comes there: each node moves once, however many
+    operators in front of it wrote to its storage.
 
     Attributes:
+        places: node to its position in the program order.
         writes: storage to the number of operators that write to it; it may be too high, never too low.
+        tensors: storage to the tensors in it that the walk has passed.
+        read_until: storage to the last position of a reader of these; the end of the graph if the caller may own one.
+        moved: storage in the graph as it was to a tensor; what lies in that storage from here on moves to its storage.
+        moved_from: storage of a tensor in ``moved`` to the storage in the graph as it was.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
-        super().__init__(graph, mode)
+        self.graph = graph
+        self.mode = mode
+        self.places = {node: place for place, node in enumerate(graph.nodes)}
         self.writes: Counter[int] = Counter()
         for node in graph.nodes:
             self.writes.update(addresses(ops.mutated_arguments(node)))
+        self.tensors: dict[int, list[Place]] = {}
+        self.read_until: dict[int, int] = {}
+        self.moved: dict[int, torch.Tensor] = {}
+        self.moved_from: dict[int, int] = {}
 
     def run(self) -> None:
         """Replace all operators that can be, in program order."""
         for node in list(self.graph.nodes):
+            self._move(node)
             twin = makes_value(node.target)
-            if twin is not None and self._is_free(node) and self._exchange(node, twin):
+            exchanged = twin is not None and self._is_free(node) and self._exchange(node, twin)
+            for position, tensor in tensors_of(node):
+                if tensor.layout is torch.strided:
+                    self._pass(node, position, tensor)
+            if exchanged:
                 self._drop_copies(node)
+
+    def _move(self, node: fx.Node) -> None:
+        """Put the tensors of ``node`` where the exchanges in front of it have moved their storages."""
+        for position, tensor in tensors_of(node):
+            into = self.moved.get(identity(tensor)) if tensor.layout is torch.strided else None
+            if into is not None:
+                with self.mode:
+                    move(node, position, into.untyped_storage())
+
+    def _pass(self, node: fx.Node, position: int, tensor: torch.Tensor) -> None:
+        """Note a tensor of ``node`` among those of its storage."""
+        storage = identity(tensor)
+        self.tensors.setdefault(storage, []).append((node, position))
+        self._read(storage, node)
+
+    def _read(self, storage: int, node: fx.Node) -> None:
+        """Note the readers of ``node``, whose tensor lies in ``storage``."""
+        ends = [self.places[user] for user in node.users] if node.op == "call_function" else [len(self.places)]
+        self.read_until[storage] = max(self.read_until.get(storage, 0), *ends, 0)
 
     def _is_free(self, node: fx.Node) -> bool:
         """Whether what ``node`` writes is the step's own, and read behind it by no name that is older."""
-        before = [other for other, _ in self.of(node) if self.places[other] < self.places[node]]
-        return all(
-            other.op == "call_function" and all(self.places[user] <= self.places[node] for user in other.users)
-            for other in before
-        )
+        return self.read_until[identity(node.meta["val"])] <= self.places[node]
 
     def _exchange(self, node: fx.Node, twin: OpOverload) -> bool:
         """Let ``node`` call ``twin`` if the result has the geometry, and the size, of all that was written over."""
@@ -116,14 +151,13 @@ class _Exchange(Sharing):
             node.target, node.meta["val"] = target, written
             return False
         node.meta[WROTE_OVER] = True
-        old = self.shared[identity(written)]
-        behind = [(other, position) for other, position in old if self.places[other] > self.places[node]]
-        self.shared[identity(written)] = [pair for pair in old if self.places[pair[0]] < self.places[node]]
-        self.shared[identity(value)] = [(node, 0)]
+        old, new = identity(written), identity(value)
+        self.moved_from[new] = first = self.moved_from.get(old, old)
+        self.moved[first] = value
         # Writes in front of the node count for both storages: too high a count keeps a copy, and changes no value.
-        self.writes[identity(value)] = self.writes[identity(written)] - 1
-        self.writes[identity(written)] -= 1
-        self.put(behind, value)
+        self.writes[new] = self.writes[old] - 1
+        self.writes[old] -= 1
+        self.tensors[new], self.read_until[new] = [], 0
         return True
 
     def _drop_copies(self, node: fx.Node) -> None:
@@ -135,11 +169,21 @@ class _Exchange(Sharing):
             own = copy.meta["val"]
             alike = geometry(own) == geometry(value) and copy.meta.get("custom") == written.meta.get("custom")
             if alike and not self.writes[identity(own)] and not self.writes[identity(value)]:
-                views = [pair for pair in self.of(copy) if pair[0] is not copy]
-                del self.shared[identity(own)]
-                self.put(views, value)
-                copy.replace_all_uses_with(written)
-                self.graph.erase_node(copy)
+                self._replace(copy, written)
+
+    def _replace(self, copy: fx.Node, written: fx.Node) -> None:
+        """Let the readers of ``copy``, and its views, read ``written``, and erase it."""
+        own, value = identity(copy.meta["val"]), written.meta["val"]
+        self.moved[self.moved_from.get(own, own)] = value
+        for other, position in self.tensors.pop(own):
+            if other is copy:
+                self._read(identity(value), copy)
+                continue
+            with self.mode:
+                move(other, position, value.untyped_storage())
+            self._pass(other, position, value)
+        copy.replace_all_uses_with(written)
+        self.graph.erase_node(copy)
 
 
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
