@@ -10,7 +10,7 @@ come from :mod:`roamc.graph.memory`, the order from :mod:`roamc.solvers.order`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roamc import progress
 from roamc.errors import VerifyError
@@ -20,7 +20,7 @@ from roamc.options import Options
 from roamc.rewriting.arrange import arrange
 from roamc.rewriting.in_place import wanted
 from roamc.rewriting.order_problem import order_problem
-from roamc.solvers.order import ALGORITHMS, solve, validate
+from roamc.solvers.order import ALGORITHMS, EFFORT, solve, validate
 from roamc.units import Bytes, format_bytes
 
 NAME = "reorder"
@@ -28,6 +28,9 @@ NAME = "reorder"
 TRIAL_WORK = 1_000_000
 """Work limit of the order solver under a budget, in operators and arcs looked at; lower than without a budget, because
 the order is searched once for each of several plans."""
+
+FULL_WORK_GAP: Bytes = 1 << 20
+"""Bytes between peak and bound that are worth all work of the order solver without a budget; fewer are worth less."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     """Search for an order of the operators with a low peak of live bytes; ``graph`` stays as it is.
 
     All algorithms run if ``options.order`` is "best", else the one of that name. With a budget, in
-    ``options.limit_bytes``, the search stops after :data:`TRIAL_WORK`. Progress messages go to :mod:`roamc.progress`.
+    ``options.limit_bytes``, the search stops after :data:`TRIAL_WORK`, else it works in proportion to the bytes that it
+    may still win, see :data:`FULL_WORK_GAP`. Progress messages go to :mod:`roamc.progress`.
 
     Raises:
         VerifyError: the solver's order breaks a constraint.
@@ -67,8 +71,11 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     memory = build_memory(graph)
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
     problem, names = order_problem(graph, memory, wanted(memory, options))
-    limit = None if options.limit_bytes is None else TRIAL_WORK
-    solution = solve(problem, algorithms=chosen, work_limit=limit, progress=_tell)
+    if options.limit_bytes is None:
+        effort = replace(EFFORT, full_work_gap_bytes=FULL_WORK_GAP)
+        solution = solve(problem, algorithms=chosen, progress=_tell, effort=effort)
+    else:
+        solution = solve(problem, algorithms=chosen, work_limit=TRIAL_WORK, progress=_tell)
     report = validate(problem, solution)
     if not report.good:
         raise VerifyError(f"pass 'reorder': {solution.algorithm} gave an order that is not legal: {report.detail}")

@@ -239,7 +239,10 @@ class _Run:
 
     def _worth(self) -> int:
         """Return the work that a search may spend: all that is left for a wide gap, in proportion to a small one."""
-        share = self._left() * (self.peak - self.bound) * self._effort.full_work_gap_share // max(self.peak, 1)
+        gap, effort = self.peak - self.bound, self._effort
+        share = self._left() * gap * effort.full_work_gap_share // max(self.peak, 1)
+        if gap < effort.full_work_gap_bytes:
+            share = min(share, max(effort.quick_search_work, self._left() * gap // effort.full_work_gap_bytes))
         return min(self._left(), share)
 
     def _report(self) -> None:

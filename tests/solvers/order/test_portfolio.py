@@ -186,6 +186,15 @@ def test_effort_limits_the_work_unless_a_limit_is_given() -> None:
     assert solve(problem, effort=little).work < solve(problem, work_limit=100_000, effort=little).work
 
 
+def test_a_gap_of_few_bytes_is_worth_little_work() -> None:
+    problem = random_layers(60, 30)
+    full = solve(problem)
+    little, wide = (solve(problem, effort=replace(EFFORT, full_work_gap_bytes=gap)) for gap in (1 << 20, 1))
+    assert little.bound_bytes <= full.peak_bytes <= little.peak_bytes
+    assert little.work < full.work // 2
+    assert wide.work == full.work
+
+
 def test_a_trick_can_be_switched_off() -> None:
     problem = random_layers(120, 30)
     cuts = replace(NO_PIECES, cuts=True)
