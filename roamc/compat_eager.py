@@ -4,7 +4,7 @@ A step that is traced must not take another branch than in eager. ``torch.compil
 and ``torch.jit.is_tracing()`` say no by themselves. What says yes under ``make_fx`` and fake tensors is answered here,
 to all callers but torch and roamc, by stand-ins:
 
-    is_fx_tracing()                                      a flag
+    is_fx_tracing(), is_fx_symbolic_tracing()             functions, and the flag that they read
     nn.MultiheadAttention's own question                 a function of its module
     has_torch_function(x), under the modes of capture     a function of torch.overrides
     isinstance(x, FakeTensor), is_fake(x), detect_fake_mode(x)
@@ -12,7 +12,8 @@ to all callers but torch and roamc, by stand-ins:
         ``torch._subclasses.fake_tensor.FakeTensor`` where it is asked
 
 An address, as of ``x.data_ptr()``, has no answer before the step runs: it is refused. ``type(x)`` is answered as
-torch does.
+torch does. torch itself sees the flag as it is: while it says that FX traces, dynamo runs plain what ``torch.compile``
+has made.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ _OF_CAPTURE = ("roamc.", "torch.fx.")
 _REAL_FUNCTION = overrides.has_torch_function
 _REAL_ADDRESS = torch.UntypedStorage.data_ptr
 
-_STAND_INS = {
+_STAND_INS: dict[str, tuple[object, object]] = {
+    "_is_fx_tracing_flag": (True, False),
+    "is_fx_tracing": (_symbolic_trace.is_fx_tracing, lambda: False),
+    "is_fx_symbolic_tracing": (_symbolic_trace.is_fx_symbolic_tracing, lambda: False),
     "has_torch_function": (overrides.has_torch_function, _has_torch_function),
     "FakeTensor": (fake_tensor.FakeTensor, _Fake),
     "is_fake": (fake_tensor.is_fake, lambda value: False),
@@ -110,7 +114,6 @@ def _refuse() -> NoReturn:
 def as_in_eager() -> Iterator[None]:
     """Within this context, inside of a trace, functions that ask whether they are traced are told that they are not."""
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(_symbolic_trace, "_is_fx_tracing_flag", False))
         patches.enter_context(mock.patch.object(activation, "_is_make_fx_tracing", return_value=False))
         patches.enter_context(mock.patch.object(overrides, "has_torch_function", _has_torch_function))
         patches.enter_context(mock.patch.object(fake_tensor.FakeTensor, "data_ptr", _address))
@@ -120,7 +123,7 @@ def as_in_eager() -> Iterator[None]:
             if not _traces(variables):
                 for name in [name for name, (real, _) in _STAND_INS.items() if variables.get(name) is real]:
                     patches.enter_context(mock.patch.object(module, name, _STAND_INS[name][1]))
-        for module in (_subclasses, fake_tensor, _guards):
+        for module in (_subclasses, fake_tensor, _guards, _symbolic_trace):
             patches.callback(setattr, module, "__class__", module.__class__)
             module.__class__ = _StandingIn
         yield

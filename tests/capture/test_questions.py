@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,7 @@ WHETHER_TRACED: dict[str, Way] = {
     "exporting": lambda model, h, x: torch.compiler.is_exporting() or torch._dynamo.is_compiling(),
     "jit": lambda model, h, x: torch.jit.is_tracing() or torch.jit.is_scripting(),
     "fx": lambda model, h, x: _symbolic_trace.is_fx_tracing() or _symbolic_trace.is_fx_symbolic_tracing(),
+    "fx, by its flag": lambda model, h, x: _symbolic_trace._is_fx_tracing_flag,
     "proxy": lambda model, h, x: isinstance(h, torch.fx.Proxy),
     "fake, by a global": lambda model, h, x: isinstance(h, FakeTensor) or is_fake(x),
     "fake, by a module": lambda model, h, x: isinstance(model.linear.weight, fake_tensor.FakeTensor),
@@ -73,6 +76,56 @@ def test_a_step_that_asks_whether_it_is_traced_is_told_no(asks: Way) -> None:
         assert isinstance(torch.ones(1), FakeTensor)
         assert is_fake(torch.ones(1))
         assert torch._guards.detect_fake_mode([torch.ones(1)]) is mode
+
+
+Compiler = Callable[..., Any]
+"""Makes a module or function another, as ``torch.compile`` does."""
+
+
+def whole(model: nn.Module, compiled: Compiler) -> roamc.TrainStep:
+    return roamc.train_step(compiled(model), loss_fn, sgd(model), strict=True)
+
+
+def in_place(model: nn.Module, compiled: Compiler) -> roamc.TrainStep:
+    model.forward = compiled(model.forward)  # type: ignore[method-assign]
+    return roamc.train_step(model, loss_fn, sgd(model), strict=True)
+
+
+def a_part(model: nn.Module, compiled: Compiler) -> roamc.TrainStep:
+    model.register_module("linear", compiled(model.linear))
+    return roamc.train_step(model, loss_fn, sgd(model), strict=True)
+
+
+def the_loss(model: nn.Module, compiled: Compiler) -> roamc.TrainStep:
+    return roamc.train_step(model, compiled(loss_fn), sgd(model), strict=True)
+
+
+def a_helper(model: nn.Module, compiled: Compiler) -> roamc.TrainStep:
+    square = compiled(torch.square)
+    return roamc.train_step(model, lambda m, x: square(m(x)).mean(), sgd(model), strict=True)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("made", [whole, in_place, a_part, the_loss, a_helper])
+def test_what_torch_compile_has_made_runs_plain_inside_a_step(
+    made: Callable[[nn.Module, Compiler], roamc.TrainStep], fullgraph: bool
+) -> None:
+    graphs = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Asking(lambda model, h, x: False)
+    twin = copy.deepcopy(model)
+    step, reference = made(model, functools.partial(torch.compile, backend=backend, fullgraph=fullgraph)), sgd(twin)
+    for seed in range(2):
+        batch = noise(3, 4, seed=seed)
+        assert_same(step(batch), eager_step(twin, loss_fn, reference, batch))
+        assert_same(list(tensors_of(model).values()), list(tensors_of(twin).values()))
+    assert graphs == []
 
 
 def _written_in_place(model: Asking, h: Tensor, x: Tensor) -> float:
