@@ -5,14 +5,17 @@ Writes that autograd has to see stay out of the graph: it returns the new value,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import roamc
 from roamc.errors import VerifyError
 from roamc.options import Options
 from roamc.planning import search
@@ -97,3 +100,40 @@ def test_the_graph_knows_what_is_overwritten(name: str) -> None:
     kind, x, _ = CASES[name]
     graph = joint_graph(kind(), (x,))
     assert [port.overwritten for port in graph.inputs].count(True) == 1
+
+
+class Averaging(nn.Module):
+    """Is split into two pieces; the first reads an average that the second keeps."""
+
+    def __init__(self, update: Callable[[nn.Module, Tensor], None], read: Callable[[], AbstractContextManager[None]]):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 128), nn.Linear(128, 4)
+        self.register_buffer("average", torch.ones(128))
+        self.update, self.read = update, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.read():
+            scale = 1 + self.average.mean()
+        h = torch.sin(torch.sin(self.up(x)) * scale)
+        torch._dynamo.graph_break()
+        self.update(self, h.detach().mean(0))
+        return self.down(h)
+
+
+def written(model: nn.Module, mean: Tensor) -> None:
+    model.average.lerp_(mean, 0.1)
+
+
+def assigned(model: nn.Module, mean: Tensor) -> None:
+    model.average = torch.lerp(model.average, mean, 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:memory_budget='min' holds for each piece")
+@pytest.mark.parametrize(("update", "read"), [(written, roamc.keep), (assigned, contextlib.nullcontext)])
+def test_a_buffer_that_a_later_piece_changes_is_read_as_the_guide_says(
+    update: Callable[[nn.Module, Tensor], None], read: Callable[[], AbstractContextManager[None]]
+) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    batches = [(noise(256, 16, seed=seed),) for seed in range(2)]
+    assert_backward_equal(Averaging(update, read), square, batches, way=smallest)
