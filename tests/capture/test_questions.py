@@ -87,7 +87,7 @@ def whole(model: nn.Module, compiled: Compiler) -> roamc.TrainStep:
 
 
 def in_place(model: nn.Module, compiled: Compiler) -> roamc.TrainStep:
-    model.forward = compiled(model.forward)  # type: ignore[method-assign]
+    model.forward = compiled(model.forward)
     return roamc.train_step(model, loss_fn, sgd(model), strict=True)
 
 
