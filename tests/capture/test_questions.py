@@ -106,9 +106,9 @@ def a_helper(model: nn.Module, compiled: Compiler) -> roamc.TrainStep:
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("made", [whole, in_place, a_part, the_loss, a_helper])
+@pytest.mark.parametrize("prepared", [whole, in_place, a_part, the_loss, a_helper])
 def test_what_torch_compile_has_made_runs_plain_inside_a_step(
-    made: Callable[[nn.Module, Compiler], roamc.TrainStep], fullgraph: bool
+    prepared: Callable[[nn.Module, Compiler], roamc.TrainStep], fullgraph: bool
 ) -> None:
     graphs = []
 
@@ -120,7 +120,7 @@ def test_what_torch_compile_has_made_runs_plain_inside_a_step(
     torch.manual_seed(0)
     model = Asking(lambda model, h, x: False)
     twin = copy.deepcopy(model)
-    step, reference = made(model, functools.partial(torch.compile, backend=backend, fullgraph=fullgraph)), sgd(twin)
+    step, reference = prepared(model, functools.partial(torch.compile, backend=backend, fullgraph=fullgraph)), sgd(twin)
     for seed in range(2):
         batch = noise(3, 4, seed=seed)
         assert_same(step(batch), eager_step(twin, loss_fn, reference, batch))
