@@ -15,6 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
 
 from roamc.compat import (
     checkpoints_followed,
@@ -96,11 +97,12 @@ def default_partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into (forward, backward) as torch does at full save: what eager saves, nothing recomputed.
 
-    Four faults of torch's are mended, partly in ``joint`` itself: a random operator with several results that nobody
+    Five faults of torch's are mended, partly in ``joint`` itself: a random operator with several results that nobody
     reads fails an assertion, backward gets dead copies of forward's random operators, which would draw again, the
-    running statistics of a batch norm in training are saved, which its backward takes and does not read, and a
-    generator's state is saved behind device meshes, where AOTAutograd expects no tensor any more. What runs
-    again draws from the generator's saved state on a GPU as well, where torch gives it a generator for CUDA graphs.
+    running statistics of a batch norm in training are saved, which its backward takes and does not read, a
+    generator's state is saved behind device meshes, where AOTAutograd expects no tensor any more, and results lose
+    their description where a random operator runs again. What runs again draws from the generator's saved state on a
+    GPU as well, where torch gives it a generator for CUDA graphs.
 
     Args:
         joint: AOTAutograd's graph of forward and backward.
@@ -123,8 +125,16 @@ def default_partition(
         if node.op == "call_function" and not node.users and node.name in early:
             backward.graph.erase_node(node)
     _save_objects_last(forward, backward, how["num_fwd_outputs"])
+    _describe(forward.graph, joint.graph, how["num_fwd_outputs"])
     backward.recompile()
     return forward, backward
+
+
+def _describe(forward: fx.Graph, joint: fx.Graph, outputs: int) -> None:
+    """Give the first ``outputs`` results of ``forward`` their description in ``joint``: :func:`overwritten_inputs` asks."""
+    end, of_both = (next(node for node in reversed(graph.nodes) if node.op == "output") for graph in (forward, joint))
+    described = pytree.arg_tree_leaves(of_both.meta.get("desc") or ())[:outputs]
+    end.meta["desc"] = [*described, *[None] * (len(end.args[0]) - len(described))]
 
 
 def _save_objects_last(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import roamc
 from roamc.errors import VerifyError
@@ -62,6 +64,20 @@ class Input(nn.Module):
         return y + x
 
 
+class Redrawn(Input):
+    """The same; what is returned is drawn again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(F.dropout, super().forward(x).sin(), 0.2, use_reentrant=False)
+
+
+class RedrawnLookups(Lookups):
+    """An embedding with ``max_norm`` before a dropout that runs again in backward."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return checkpoint(F.dropout, super().forward(rows).sin(), 0.2, use_reentrant=False)
+
+
 def of_a_product(model: nn.Module, x: Tensor) -> Tensor:
     return square(model, x * 1.5)
 
@@ -70,6 +86,8 @@ CASES: dict[str, tuple[type[nn.Module], Tensor, Callable[..., Tensor]]] = {
     "lookups": (Lookups, ROWS, square),
     "weight": (Shifted, noise(256, 64), square),
     "input": (Input, noise(256, 64).requires_grad_(), of_a_product),
+    "input, and a checkpoint draws": (Redrawn, noise(256, 64).requires_grad_(), of_a_product),
+    "lookups, and a checkpoint draws": (RedrawnLookups, ROWS, square),
 }
 
 
@@ -95,7 +113,7 @@ def test_a_plan_that_reads_what_is_overwritten_is_refused() -> None:
         search.run(told, Options(), plan)
 
 
-@pytest.mark.parametrize("name", ["lookups", "weight"])
+@pytest.mark.parametrize("name", ["lookups", "weight", "lookups, and a checkpoint draws"])
 def test_the_graph_knows_what_is_overwritten(name: str) -> None:
     kind, x, _ = CASES[name]
     graph = joint_graph(kind(), (x,))
