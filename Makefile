@@ -51,7 +51,7 @@ test-processors: $(VENV)/.ready ## make test as other processors would run it, o
 		env $$processor $(MAKE) --no-print-directory test || failed="$$failed $$processor"; done; \
 		test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
-sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, random models, strangers' models, changed plans; takes hours
+sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, random models and programs, strangers' models, changed plans; takes hours
 	$(PYTEST) -m sweep
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_databases --workers $(WORKERS) $(SAMPLES:%=--samples %) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_models --workers $(WORKERS)
@@ -60,6 +60,7 @@ sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, ran
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_transformers --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_plans
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_strangers --workers $(WORKERS)
+	$(BIN)/python -m tests.sweeps.run_programs --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.torch_road --workers $(WORKERS)
 
 sweep-workspace: $(VENV)/.ready ## bytes that torch's operators take on the heap, beside those counted for them; takes an hour

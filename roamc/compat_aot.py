@@ -131,7 +131,7 @@ def default_partition(
 
 
 def _describe(forward: fx.Graph, joint: fx.Graph, outputs: int) -> None:
-    """Give the first ``outputs`` results of ``forward`` their description in ``joint``: :func:`overwritten_inputs` asks."""
+    """Describe the first ``outputs`` results of ``forward`` as in ``joint``, for :func:`overwritten_inputs`."""
     end, of_both = (next(node for node in reversed(graph.nodes) if node.op == "output") for graph in (forward, joint))
     described = pytree.arg_tree_leaves(of_both.meta.get("desc") or ())[:outputs]
     end.meta["desc"] = [*described, *[None] * (len(end.args[0]) - len(described))]

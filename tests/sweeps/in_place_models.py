@@ -222,17 +222,23 @@ def values_after(lines: list[str], rows: int, columns: int) -> dict[str, Tensor]
     """
     torch.manual_seed(0)
     model, x = Tensors(rows, columns), torch.randn(rows, columns)
-    scope: dict[str, Any] = {"self": model, "x": x, "torch": torch, "F": F}
+    return values_of(lines, {"self": model, "x": x, "torch": torch, "F": F})
+
+
+def values_of(lines: list[str], scope: dict[str, Any]) -> dict[str, Tensor]:
+    """The same where the lines run in ``scope``, with the input ``x`` and, as ``self``, a module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exec("\n".join(lines), scope)
         values = {name: value for name, value in scope.items() if isinstance(value, Tensor)}
-        losses = [value.square().mean() for value in values.values() if value.requires_grad]
+        losses = [value.float().square().mean() for value in values.values() if value.requires_grad]
         if losses:
             torch.stack(losses).sum().backward()
-    if any(tensor.requires_grad for tensor in (x, *model.buffers())):
+    held = [scope[name] for name in ("x",) if name in scope]
+    if any(tensor.requires_grad for tensor in (*held, *(scope["self"].buffers() if "self" in scope else ()))):
         raise ValueError("an input or a buffer would have a gradient, of which the next step knows nothing")
-    if any(not value.numel() or not value.abs().max() < LARGEST for value in values.values()):
+    floats = [value for value in values.values() if value.is_floating_point()]
+    if any(not value.numel() or not value.abs().max() < LARGEST for value in floats):
         raise ValueError("an empty tensor, or one with elements too large")
     return values
 

@@ -46,6 +46,7 @@ class Stranger:
         after: runs after each turn with model, optimizers and number of the turn.
         clip: norm to which gradients are clipped.
         limits: way in to a regular expression of what is said there instead of "same": a documented limit.
+        numerics: option of that name; "fast" may give other last bits.
     """
 
     build: Callable[[], nn.Module]
@@ -56,6 +57,7 @@ class Stranger:
     after: After = nothing
     clip: float | None = None
     limits: Mapping[str, str] = field(default_factory=dict)
+    numerics: str = "exact"
 
 
 def images(count: int = 4, side: int = 16, channels: int = 3) -> Tensor:
