@@ -59,7 +59,7 @@ INDEXED = (
     *("{v}[i[:2, 0] % {first}] * 0.5", "self.{m} = nn.Embedding(96, {w}) :: self.{m}(i)"),
     "self.{m} = nn.Embedding(96, {w}, padding_idx=0) :: self.{m}(i[:, 1:])",
     "self.{m} = nn.EmbeddingBag(96, {w}, mode='mean') :: self.{m}(i)",
-    "self.{m} = nn.Parameter(torch.randn(96, {n})) :: {v} + self.{m}[i.flatten()[0] % 96]",
+    "self.{m} = nn.Parameter(torch.randn(96, {n})) :: {v} + self.{m}[i.flatten()[:1] % 96]",
 )
 PRODUCTS = (
     "self.{m} = nn.Linear({n}, {w}) :: self.{m}({v}.float())",

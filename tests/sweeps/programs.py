@@ -140,12 +140,12 @@ class Program:
 class _Text:
     """Parts of a program so far: what ``__init__`` makes, methods that run again in backward, lines of forward."""
 
-    made: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
     def model(self, forward: bool = False) -> str:
-        head = "def __init__(self):\n    super().__init__()\n" + _indented(self.made)
+        head = "def __init__(self):\n    super().__init__()\n" + _indented(self.setup)
         methods = [head, *self.parts]
         if forward:
             methods.append("def forward(self, x, i):\n" + _indented(self.lines))
@@ -195,7 +195,7 @@ class _Draft:
         any(self._line(kind, self.draw.choice(table)) for _ in range(TRIES))
 
     def _line(self, kind: str, template: str) -> bool:
-        made, _, line = template.rpartition(" :: ")
+        setup, _, line = template.rpartition(" :: ")
         names = self._names()
         if kind == "WRITES":
             names = [name for name in names if name not in ("x", *self._held())]
@@ -203,11 +203,11 @@ class _Draft:
             return False
         name = self._name(names)
         number, value = next(self.numbers), self.values[name]
-        if value.dim() < 1 + ("{v.shape[" in template) or (made and value.shape[-1] > WIDEST):
+        if value.dim() < 1 + ("{v.shape[" in template) or (setup and value.shape[-1] > WIDEST):
             return False
-        used = [word for word in self.text.made if made and word.partition(" = ")[2] == self._shape(made, name)]
+        used = [word for word in self.text.setup if setup and word.partition(" = ")[2] == self._shape(setup, name)]
         if used and self.draw.random() < 0.5:  # the same weights once more
-            made, module = "", self.draw.choice(used).partition(" = ")[0].removeprefix("self.")
+            setup, module = "", self.draw.choice(used).partition(" = ")[0].removeprefix("self.")
         else:
             module = f"m{number}"
         filled = self._filled(line, name, module)
@@ -215,11 +215,11 @@ class _Draft:
             filled = f"with torch.no_grad():\n    {filled}"
         elif kind != "WRITES":
             filled = f"h{number} = {filled}"
-        return self._kept(filled, [self._filled(made, name, module)] if made else [])
+        return self._kept(filled, [self._filled(setup, name, module)] if setup else [])
 
-    def _shape(self, made: str, name: str) -> str:
+    def _shape(self, setup: str, name: str) -> str:
         """The module that a template makes for a tensor, without its name."""
-        return self._filled(made, name, "").partition(" = ")[2] if "{w}" not in made else ""
+        return self._filled(setup, name, "").partition(" = ")[2] if "{w}" not in setup else ""
 
     def _names(self) -> list[str]:
         return [name for name in self.values if self.open is None or name in self.open]
@@ -228,8 +228,8 @@ class _Draft:
         """Names of tensors that a part that runs again must not write to: those it did not make."""
         if self.open is None:
             return set()
-        given = {self.values[name].untyped_storage().data_ptr() for name in self.given}
-        return {name for name in self.open if self.values[name].untyped_storage().data_ptr() in given}
+        passed = {self.values[name].untyped_storage().data_ptr() for name in self.given}
+        return {name for name in self.open if self.values[name].untyped_storage().data_ptr() in passed}
 
     def _name(self, names: list[str]) -> str:
         """A tensor, most often one with a gradient, and one of the latest."""
@@ -270,9 +270,9 @@ class _Draft:
             ones=", ".join(["1", *map(str, value.shape[1:])]),
         )
 
-    def _kept(self, line: str, made: list[str], parts: tuple[str, ...] = ()) -> bool:
+    def _kept(self, line: str, setup: list[str], parts: tuple[str, ...] = ()) -> bool:
         """Take the line over if eager can train what there is then."""
-        text = _Text([*self.text.made, *made], [*self.text.parts, *parts], [*self.text.lines, line])
+        text = _Text([*self.text.setup, *setup], [*self.text.parts, *parts], [*self.text.lines, line])
         try:
             self.values = self._tried(text)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError, AttributeError):
@@ -296,18 +296,18 @@ class _Draft:
 
     def _part(self) -> None:
         """A few lines that run again in backward."""
-        before, given = self.text, list(dict.fromkeys(self._name(self._names()) for _ in range(2)))
-        self.given, self.known = given, set(self.values)
-        self.open = set(given)
+        before, passed = self.text, list(dict.fromkeys(self._name(self._names()) for _ in range(2)))
+        self.given, self.known = passed, set(self.values)
+        self.open = set(passed)
         for _ in range(self.draw.randrange(2, 7)):
             self._any({kind: often for kind, often in KINDS.items() if kind != "STATE"})
-        made, lines = self.text.made, self.text.lines[len(before.lines) :]
+        setup, lines = self.text.setup, self.text.lines[len(before.lines) :]
         new = [name for name in self.values if name not in self.known and self.values[name].requires_grad]
-        self.open, self.text = None, _Text(made, before.parts, before.lines)
+        self.open, self.text = None, _Text(setup, before.parts, before.lines)
         if new:
             name, result = f"part{next(self.numbers)}", new[-1]
-            part = f"def {name}(self, {', '.join([*given, 'i'])}):\n" + _indented([*lines, f"return {result}"])
-            line = f"{result} = checkpoint(self.{name}, {', '.join([*given, 'i'])}, use_reentrant=False)"
+            part = f"def {name}(self, {', '.join([*passed, 'i'])}):\n" + _indented([*lines, f"return {result}"])
+            line = f"{result} = checkpoint(self.{name}, {', '.join([*passed, 'i'])}, use_reentrant=False)"
             if self._kept(line, [], (part,)):
                 return
         self.text = before
