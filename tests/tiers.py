@@ -262,7 +262,6 @@ FIRST: dict[str, int] = {
     "tests/sweeps/test_traced.py::test_operators_and_modules": 1,
     "tests/sweeps/test_transformers.py::test_a_step_has_the_bits_of_eager": 3,
     "tests/sweeps/test_transformers.py::test_a_step_that_reads_numbers_of_its_batch_is_refused_with_the_line": 0,
-    "tests/sweeps/test_programs.py::test_bits_of_torch_within_the_plan_and_the_budget": 2,
     "tests/sweeps/test_strangers.py::test_bits_of_torch_within_the_plan_or_a_named_limit": 2,
 }
 
