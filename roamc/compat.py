@@ -59,7 +59,7 @@ class CaptureMode(FakeTensorMode):
         read_past: names of the ``watched`` buffers whose own memory was read, as keys in the sequence of first reads.
         over: whether the trace has ended. A fake of it that the user still has refuses to be read.
         answer: returns the value that an operator reads from fakes, of which the graph being traced has been given a
-            node; of the tracer and that node. None where such an operator raises ``DataDependentError``.
+            node; of this mode and that node. None where such an operator raises ``DataDependentError``.
         tracer: what traces now; None outside of a trace.
     """
 
@@ -74,8 +74,10 @@ class CaptureMode(FakeTensorMode):
         self._watched = _by_storage(watched or {})
         self.read_past: dict[str, None] = {}
         self.over = False
-        self.answer: Callable[[fx.Tracer, fx.Node], Any] | None = None
+        self.answer: Callable[[CaptureMode, fx.Node], Any] | None = None
         self.tracer: fx.Tracer | None = None
+        self._faked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._written: set[int] = set()
         self._kernel_of = kernel_of or (lambda operator: None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CaptureMode:
@@ -85,8 +87,9 @@ class CaptureMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Return the results of operator ``func`` for fakes; arguments are those of ``FakeTensorMode.dispatch``.
 
-        An in-place operator gets fakes in the place of real tensors. The tangent of a view has a storage as large as
-        the view's base. torch's cache of fakes would give it one of the view's own size, which forward differentiation
+        All operators get fakes in the place of real tensors, the same one at each use: torch would compute ``c * 2`` of
+        a real ``c`` for real, and take the result for a constant. The tangent of a view has a storage as large as the
+        view's base. torch's cache of fakes would give it one of the view's own size, which forward differentiation
         refuses, so it bypasses the cache.
 
         Raises:
@@ -111,9 +114,11 @@ class CaptureMode(FakeTensorMode):
                 result = kernel(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        if isinstance(func, OpOverload) and func._schema.is_mutable and any(real):
-            faked = [self.from_tensor(x, static_shapes=True) if r else x for x, r in zip(leaves, real, strict=True)]
+        if isinstance(func, OpOverload) and func not in self.lift_fns:
+            faked = [self._fake_of(x) if r else x for x, r in zip(leaves, real, strict=True)]
             args, kwargs = unflatten(faked, spec)
+            if func._schema.is_mutable:
+                self._written.update(map(identity, _written_by(func, args, kwargs)))
         if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:
             with mock.patch.object(self, "cache_enabled", False):
                 return super().dispatch(func, types, args, kwargs)
@@ -125,9 +130,23 @@ class CaptureMode(FakeTensorMode):
             node: fx.Node = next(iter(reversed(self.tracer.graph.nodes)))
             if node.target is not func:
                 raise
-            value = self.answer(self.tracer, node)
+            value = self.answer(self, node)
             self.tracer.graph.erase_node(node)  # the graph goes by the answer
             return value
+
+    def begin(self) -> None:
+        """Begin a trace, which has written to nothing."""
+        self._written.clear()
+
+    def has_written(self, tensor: torch.Tensor) -> bool:
+        """Whether the trace so far writes to the memory of a real tensor that it has met."""
+        return id(tensor) in self._faked and identity(self._faked[id(tensor)][1]) in self._written
+
+    def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the fake of a real tensor, which stays alive, so that all uses have one storage."""
+        if id(tensor) not in self._faked:
+            self._faked[id(tensor)] = tensor, self.from_tensor(tensor, static_shapes=True)
+        return self._faked[id(tensor)][1]
 
     def _check_read(self, tensors: Sequence[torch.Tensor], writes: bool) -> None:
         for key in map(_storage, tensors):
@@ -136,6 +155,14 @@ class CaptureMode(FakeTensorMode):
                 raise CaptureError(read_past(name))
             if key in self._watched:
                 self.read_past[self._watched[key]] = None
+
+
+def _written_by(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operator that it writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 
 def read_past(name: str) -> str:
@@ -184,6 +211,8 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     function = _followed(_with_autocast_cache(function, torch.is_autocast_cache_enabled()), mode)
+    if isinstance(mode, CaptureMode):
+        mode.begin()
     lines = fx.traceback.preserve_node_meta(), _lines_of_callers(), _no_line_left_over()
     here = torch.autograd.set_multithreading_enabled(False)
     try:
@@ -191,10 +220,35 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
             mode, enable_python_dispatcher(), lines[0], lines[1], lines[2], checkpoints_followed(), quiet_meta(), here,
             _use_lazy_graph_module(True),
         ):  # fmt: skip
-            return make_fx(function, tracing_mode="real", record_stack_traces=True)(*args)
+            return make_fx(function, _readers(mode), tracing_mode="real", record_stack_traces=True)(*args)
     finally:
         if isinstance(mode, CaptureMode):
             mode.over = True
+
+
+def _readers(mode: FakeTensorMode) -> dict[OpOverload, Callable[..., Any]]:
+    """Decompositions of the operators that return values: they read real tensors, too, through nodes of the graph.
+
+    torch would take the value that such a tensor has while it is traced for that of every step.
+    """
+
+    def reader(target: OpOverload) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            real = [isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) for value in args]
+            if getattr(mode, "answer", None) is None or not any(real):
+                return NotImplemented
+            alias = torch.ops.aten.alias.default
+            return target(
+                *(alias(value) if is_real else value for value, is_real in zip(args, real, strict=True)), **kwargs
+            )
+
+        return read
+
+    aten = torch.ops.aten
+    return {
+        target: reader(target)
+        for target in (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default)
+    }
 
 
 @contextlib.contextmanager

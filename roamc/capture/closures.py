@@ -29,7 +29,8 @@ class Closures(TorchFunctionMode):
     """Context manager: functions of torch that are handed a parameter or buffer get the traced tensor in its place.
 
     That holds for arguments, and for what is in arguments that are lists, tuples, named tuples, dicts and the like. The
-    argument ``traced`` maps the ``id`` of a parameter or buffer to the tensor in its place.
+    argument ``traced`` maps the ``id`` of a parameter or buffer to the tensor in its place. What reads the memory of
+    any other real tensor without an operator gets a view of it that is traced.
     """
 
     def __init__(self, traced: Mapping[int, torch.Tensor]) -> None:
@@ -38,12 +39,19 @@ class Closures(TorchFunctionMode):
         self.traced = traced
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return func(*self._swapped(args), **self._swapped(kwargs or {}))
+        args = self._swapped(args)
+        if func in _OF_MEMORY and type(args[0]) in (torch.Tensor, nn.Parameter):
+            return getattr(torch.ops.aten.alias.default(args[0]), func.__name__)(*args[1:], **kwargs or {})
+        return func(*args, **self._swapped(kwargs or {}))
 
     def _swapped(self, value: Any) -> Any:
         leaves, spec = compat.flatten(value)
         swapped = [self.traced.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return compat.unflatten(swapped, spec)
+
+
+_OF_MEMORY = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+"""What reads the values of a real tensor in its memory, of which no trace would hear."""
 
 
 def join_constants(graph: fx.Graph, mode: compat.FakeTensorMode) -> None:

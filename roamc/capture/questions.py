@@ -3,8 +3,10 @@
 Fake tensors have none. The operators traced so far say where a value comes from, and run for real when it is asked for:
 
     numbers and sizes only         positions from arange, masks of them: the answer is that of every step
-    batch and buffers as well      an answer of yes or no is asked for again at every step, see :meth:`Question.ask`;
-                                   any other is refused, as each would need a graph of its own
+    tensors made before the step   of a closure, a module's attribute: asked for again at every step, see
+                                   :meth:`Question.ask`
+    batch and buffers as well      so is an answer of yes or no; any other is refused, as each would need a graph of
+                                   its own
     parameters, random numbers,
     what the step has written      refused
 
@@ -23,6 +25,7 @@ from torch import fx
 
 from roamc import compat
 from roamc.capture import user_line
+from roamc.capture.python_keys import of_plain
 from roamc.errors import CaptureError
 from roamc.graph import attribute, tensors_of
 from roamc.operators import ops
@@ -38,13 +41,13 @@ _OF_GEOMETRY = tuple(
 
 @dataclass(frozen=True)
 class Question:
-    """A question about batch and buffers whose answer decided what was traced.
+    """A question about batch, buffers and tensors made before the step, whose answer decided what was traced.
 
     Attributes:
         nodes: operators that lead to the answer, in their sequence; the last one's result is the answer.
         tensors: the constants among ``nodes``.
         inputs: those of ``nodes`` that stand for tensors of the caller, by name: of a buffer, or ``"batch[2]"``.
-        answer: yes or no.
+        answer: yes or no, or a number where nothing is fed.
     """
 
     nodes: Sequence[fx.Node]
@@ -55,7 +58,7 @@ class Question:
     def ask(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether the answer is still the same for ``tensors``, by the names of ``inputs``."""
         inputs = {node: tensors[name] for name, node in self.inputs.items()}
-        return bool(_run(self.nodes, {**self.tensors, **inputs}) == self.answer)
+        return of_plain(_run(self.nodes, {**self.tensors, **inputs})) == of_plain(self.answer)
 
 
 class Questions:
@@ -80,8 +83,8 @@ class Questions:
         self._graph = compat.graph_so_far()
         self.asked = []
 
-    def answer(self, tracer: fx.Tracer, node: fx.Node) -> Any:
-        """Return the value that operator ``node`` of the graph of ``tracer`` reads from its arguments.
+    def answer(self, mode: compat.CaptureMode, node: fx.Node) -> Any:
+        """Return the value that operator ``node`` of the graph that ``mode`` traces reads from its arguments.
 
         Raises:
             CaptureError: it depends on what has no value before the step, or is no yes or no for every step.
@@ -91,15 +94,18 @@ class Questions:
         own = names if node.graph is self._graph else {}
         inputs = {own.get(part, ""): part for part in nodes if part.op == "placeholder"}
         self._check(node, nodes, inputs)
-        constants = {part: attribute(tracer.root, str(part.target)) for part in nodes if part.op == "get_attr"}
+        assert mode.tracer is not None
+        constants = {part: attribute(mode.tracer.root, str(part.target)) for part in nodes if part.op == "get_attr"}
         fixed = not inputs and all(map(_is_fresh, constants))
         of_values = set(nodes)
         shapes = {part: _shaped(part) for user in nodes for part in user.all_input_nodes if part not in of_values}
         nodes, constants = [*shapes, *nodes], {**constants, **shapes}
         if fixed:
             return _run(nodes, constants)
-        if not _is_yes_or_no(node):
-            _refuse(node, f"{' and '.join(inputs) or 'a tensor made before the step'}: only yes or no may, no number")
+        if any(map(mode.has_written, constants.values())):
+            _refuse(node, "what the step has written to a tensor made before it")
+        if inputs and not _is_yes_or_no(node):
+            _refuse(node, f"{' and '.join(inputs)}: only yes or no may, no number")
         if any(value.is_meta or compat.is_traced(value) for value in map(self._tensors.__getitem__, inputs)):
             _refuse(node, f"{' and '.join(inputs)}, of which only the shape is given here")
         answer = _run(nodes, {**constants, **{part: self._tensors[name] for name, part in inputs.items()}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,65 @@ def test_a_yes_or_no_of_a_buffer_is_asked_at_every_step() -> None:
     assert step.model.get_buffer("seen").any()
 
 
+HELD = torch.tensor(False)
+
+
+OF_HELD: dict[str, Way] = {
+    "item": lambda model, h, x: model.held.item(),
+    "computed": lambda model, h, x: (model.held * 2).item(),
+    "float": lambda model, h, x: float(model.held),
+    "text": lambda model, h, x: float(f"{model.held:.1f}"),
+    "index": lambda model, h, x: [3, 5, 7, 9][model.held.long()],
+    "list": lambda model, h, x: model.held.expand(2).tolist()[1],
+    "number as list": lambda model, h, x: model.held.tolist(),
+    "size": lambda model, h, x: torch.full((int(model.held) + 1,), model.held.item()).sum(),
+    "yes or no": lambda model, h, x: model.held > 1,
+    "equal": lambda model, h, x: torch.equal(model.held, torch.tensor(2.0)),
+    "close": lambda model, h, x: torch.allclose(model.held, torch.tensor(2.0)),
+    "sign of zero": lambda model, h, x: math.copysign(1.0, model.held.item() - 1),
+    "with the batch": lambda model, h, x: (x > model.held).any(),
+}
+
+
+@pytest.mark.parametrize("asks", OF_HELD.values(), ids=list(OF_HELD))
+def test_what_a_tensor_made_before_the_step_says_is_asked_at_every_step(asks: Way) -> None:
+    torch.manual_seed(0)
+    model = Asking(asks)
+    model.held = torch.tensor(0.0)  # neither a parameter nor a buffer
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, loss_fn, sgd(model), strict=True), sgd(twin)
+    for number in (0.0, 1.0, 2.0, 1.0):
+        model.held.fill_(number)
+        twin.held.fill_(number)
+        assert_same(step(noise(3, 4)), eager_step(twin, loss_fn, reference, noise(3, 4)))
+        assert_same(tensors_of(model), tensors_of(twin))
+
+
+def test_a_flag_of_a_closure_is_asked_at_every_step_by_loss_and_hooks() -> None:
+    flag = torch.tensor(False)
+    models = [Asking(lambda model, h, x: 3 if flag else 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model.linear.register_forward_hook(lambda module, args, result: result * 2 if flag else result)
+        model.linear.weight.register_hook(lambda gradient: gradient * 5 if flag else gradient * 1)
+    step, reference = roamc.train_step(models[0], loss_fn, sgd(models[0]), strict=True), sgd(models[1])
+    for says in (False, True, False):
+        flag.data = torch.tensor(says)
+        assert_same(step(noise(3, 4)), eager_step(models[1], loss_fn, reference, noise(3, 4)))
+    assert_same(tensors_of(models[0]), tensors_of(models[1]))
+    assert len(step.plans) == 2
+
+
+def _counts_outside(model: Asking, h: Tensor, x: Tensor) -> Tensor:
+    HELD.logical_not_()
+    return HELD
+
+
+def _counts_by_a_view(model: Asking, h: Tensor, x: Tensor) -> Tensor:
+    HELD[None][0].logical_not_()
+    return HELD
+
+
 def _counts(model: Asking, h: Tensor, x: Tensor) -> Tensor:
     model.seen.add_(1)
     return model.seen.sum() > 2
@@ -211,6 +271,8 @@ OF_DATA: dict[str, tuple[Way, str]] = {
     "number of the batch": (lambda model, h, x: x.max().item(), r"batch\[0\]: only yes or no may, no number"),
     "number of a buffer": (lambda model, h, x: model.seen.sum().item(), "seen: only yes or no may, no number"),
     "written before": (_counts, "what the step has written to its batch or buffers"),
+    "written before, outside": (_counts_outside, "what the step has written to a tensor made before it"),
+    "written before, by a view": (_counts_by_a_view, "what the step has written to a tensor made before it"),
     "address": (lambda model, h, x: h.data_ptr() == x.data_ptr(), "the address of a tensor"),
     "address of a storage": (lambda model, h, x: h.untyped_storage().data_ptr() == 0, "the address of a tensor"),
 }
