@@ -18,20 +18,28 @@ from roamc.capture.step import Source
 from roamc.compat import identity
 from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
-from roamc.graph import TrainGraph, operators, placeholders
-from roamc.graph.memory import written_inputs
+from roamc.graph import TrainGraph, attribute, operators, placeholders
+from roamc.graph.storage_ids import all_ids
+from roamc.operators import ops
 from roamc.units import Bytes
 
 
 def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Return groups of positions in ``tensors``: those of a group have one storage, which is not empty.
+    """Return groups of positions in ``tensors``: those of a group have one storage, or storages that overlap.
 
-    A group has at least two members; whether their elements overlap does not matter.
+    So have two tensors of one array of numpy. A group has at least two members; whether their elements overlap does not
+    matter.
     """
-    groups: dict[int, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        groups.setdefault(_memory(tensor), []).append(position)
-    return tuple(tuple(group) for memory, group in groups.items() if memory and len(group) > 1)
+    places = sorted((*memory, position) for position, tensor in enumerate(tensors) if (memory := _memory(tensor)))
+    groups: list[list[int]] = []
+    furthest = 0
+    for start, end, position in places:
+        if groups and start < furthest:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
+        furthest = max(furthest, end)
+    return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
 
 
 def shared_key(kept: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> tuple[object, ...]:
@@ -56,7 +64,10 @@ def shared_key(kept: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> t
 
 
 def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: Mapping[Source, torch.Tensor]) -> None:
-    """Refuse a batch tensor that has elements of another input of the step, if the step writes one of them.
+    """Refuse tensors of a step that have elements in common, unknown to its graph, if the step writes one of them.
+
+    The graph knows of parameters and buffers that lie in one storage. It takes for apart a batch tensor and anything
+    else, and what lies in two storages of the same memory, as two tensors of one array of numpy.
 
     Args:
         graph: of the step.
@@ -66,19 +77,27 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: Mapping[
     Raises:
         CaptureError: names both tensors.
     """
-    live_sources = [source for source in sources if source in tensors]
-    names = written_inputs(graph, operators(graph.graph))
-    fed = zip(placeholders(graph.graph), sources, strict=True)
-    written = {source for node, source in fed if node.name in names}
+    fed = {node: source for node, source in zip(placeholders(graph.graph), sources, strict=True) if source in tensors}
+    constants = {node: Source("constant", str(node.target)) for node in graph.graph.find_nodes(op="get_attr")}
+    held = {source: attribute(graph.module, source.name) for source in constants.values()}
+    tensors = {**{source: value for source, value in held.items() if isinstance(value, torch.Tensor)}, **tensors}
+    storages = all_ids(argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node))
+    written = {source for node, source in {**fed, **constants}.items() if not storages.isdisjoint(all_ids([node]))}
+    live_sources = [source for source in (*fed.values(), *dict.fromkeys(constants.values())) if source in tensors]
     for group in sharing(tensors[source] for source in live_sources):
-        members = sorted((live_sources[position] for position in group), key=lambda source: source.kind != "batch")
+        members = sorted((live_sources[position] for position in group), key=lambda source: _RANKS.index(source.kind))
         for mine, other in itertools.combinations(members, 2):
-            may_clash = mine.kind == "batch" and not written.isdisjoint((mine, other))
+            unknown = mine.kind == "batch" or identity(part_of(tensors[mine])) != identity(part_of(tensors[other]))
+            may_clash = unknown and not written.isdisjoint((mine, other))
             if may_clash and may_overlap(tensors[mine], tensors[other]):
                 raise CaptureError(
                     f"{_words(mine, tensors)} shares memory with {_words(other, tensors)}, and the step writes there; "
-                    "pass its .detach().clone()"
+                    + ("pass its .detach().clone()" if mine.kind == "batch" else "give one of them a .clone()")
                 )
+
+
+_RANKS = ("batch", "constant", "buffer", "parameter")
+"""Kinds of sources, in the order in which a message names one as sharing the memory of another."""
 
 
 def may_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -181,10 +200,18 @@ def shared_by(error: Exception) -> CaptureError | None:
 def _words(source: Source, tensors: Mapping[Source, torch.Tensor]) -> str:
     if source.kind == "batch":
         return f"a batch tensor of shape {tuple(tensors[source].shape)}"
+    if source.kind == "constant":
+        return f"a tensor of shape {tuple(tensors[source].shape)} that was made before the step"
     return f"{source.kind} {source.name!r}"
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """The same number for tensors that share memory; 0 where there is none."""
-    part = part_of(tensor)
-    return identity(part) if part.untyped_storage().nbytes() else 0
+def _memory(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The addresses at which a tensor's storage begins and ends; None where it is empty.
+
+    On the meta device, where a storage has no address, the number of the storage and the next one.
+    """
+    storage = part_of(tensor).untyped_storage()
+    if not storage.nbytes():
+        return None
+    start = storage.data_ptr()
+    return (start, start + storage.nbytes()) if start else (identity(part_of(tensor)), identity(part_of(tensor)) + 1)

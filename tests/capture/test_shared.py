@@ -56,12 +56,35 @@ def overlap(model: Any) -> None:
     model.first.weight.data, model.second.weight.data = memory[:64].view(8, 8), memory[8:].view(8, 8)
 
 
+def of_one_array(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Give ``tensors`` memory of one array of numpy, and return another such tensor: each has a storage of its own."""
+    array = noise(8, 8).numpy()
+    for tensor in tensors:
+        tensor.data = torch.from_numpy(array)
+    return (torch.from_numpy(array),)
+
+
 REFUSED: dict[str, tuple[Callable[..., Tensor], Callable[[Any], tuple[Tensor, ...]], str]] = {
     "a parameter": (loss, lambda m: (m.second.weight,), "parameter 'second.weight'"),
     "what a parameter holds": (loss, lambda m: (m.second.weight.detach(),), "parameter 'second.weight'"),
     "a view of a buffer that is written": (loss, lambda m: (m.count[:4],), "buffer 'count'"),
     "two views, one written": (writing, lambda m: (lambda x: (x[:8], x[4:]))(noise(12, 8)), "batch tensor of shape"),
 }
+
+
+@pytest.mark.parametrize("names", [("second.weight",), ("first.weight", "second.weight"), ("count", "table")])
+def test_two_storages_of_one_memory_are_refused(names: tuple[str, ...]) -> None:
+    model = built()
+    (held,) = of_one_array(*map(model.state_dict(keep_vars=True).__getitem__, names))
+
+    def reading(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, held)
+
+    before = tensors_of(model)
+    for loss_fn, batch in ((reading, noise(8, 8)), (loss, held)):
+        with pytest.raises(roamc.CaptureError, match=f"shares memory with .*'{names[0]}'.*clone"):
+            roamc.train_step(model, loss_fn, sgd(model), strict=True)(batch)
+    assert_same(tensors_of(model), before)
 
 
 @pytest.mark.parametrize("name", REFUSED)
