@@ -111,11 +111,16 @@ def check_batch(leaves: Sequence[Any]) -> None:
             )
 
 
-def describe(leaf: Any) -> object:
+def describe(leaf: Any, seen: python_keys.Seen | None = None) -> object:
     """Return a hashable key of one leaf of the batch: a plan serves only leaves with an equal key.
 
+    Args:
+        leaf: a tensor or another value.
+        seen: what the step's key has met; gets what functions among the leaves read.
+
     Returns:
-        For a tensor, its :func:`geometry`; for another value, the name of its class and the value itself.
+        For a tensor, its :func:`geometry`; for another value, its class and content, see
+        :func:`roamc.capture.python_keys.of_argument`.
 
     Raises:
         CaptureError: the value cannot be compared with that of the next step, is an iterator, or :func:`geometry`
@@ -134,7 +139,7 @@ def describe(leaf: Any) -> object:
             "a batch may hold tensors, numbers, strings and lists, dicts or dataclasses of them, not "
             f"{type(leaf).__name__}{'; torch.as_tensor makes an array a tensor' if hasattr(leaf, '__array__') else ''}"
         )
-    return (type(leaf).__name__, python_keys.of_plain(leaf) if type(leaf) in python_keys.PLAIN else leaf)
+    return python_keys.of_argument(leaf, seen or python_keys.Seen())
 
 
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:

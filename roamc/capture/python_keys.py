@@ -187,6 +187,24 @@ def of_called(value: Any, seen: Seen) -> object:
     return Same(value)
 
 
+def of_argument(value: Any, seen: Seen) -> object:
+    """Return a key of what a step is called with: equal for another object of the same class and the same attributes.
+
+    Its own ``__eq__`` is asked only where it has no attributes, as a range has none. What its class computes is put
+    into ``seen``.
+    """
+    kind = type(value)
+    if kind in FUNCTIONS:
+        return of_called(value, seen)
+    own = {} if isinstance(value, NAMED) else _attributes_in(value)
+    if not own:
+        known = isinstance(value, (*NAMED, np.generic, type))
+        return kind, of_value(value, 0, seen) if known else value
+    seen.note(kind)
+    base = next((plain for plain in PLAIN if isinstance(value, plain)), None)  # as of an enum of strings
+    return kind, base and of_plain(base(value)), tuple((name, of_value(item, 1, seen)) for name, item in own.items())
+
+
 def complete(seen: Seen) -> dict[Place, object]:
     """Add what functions read of the objects that they name, and of the objects found in these; return all places.
 

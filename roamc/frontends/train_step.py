@@ -298,7 +298,7 @@ class TrainStep:
         seen = python_keys.Seen()
         asked = (
             nest.key(),
-            tuple(map(describe, leaves)),
+            tuple(describe(leaf, seen) for leaf in leaves),
             python_keys.of_called(self.loss_fn, seen),
             self.clip_grad_norm,
             python_state.of_modules(modules, seen),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -214,3 +217,68 @@ def test_tokenizers_and_models_containers() -> None:
     step(batch, outputs.CausalLMOutput(logits=X))
     step(transformers.BatchEncoding({"x": Y, "y": X}), outputs.CausalLMOutput(logits=Y))
     assert len(step.plans) == 1
+
+
+class Scaled:
+    """A value of the user's: it says that it equals all others."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+    def scaled(self, value: Tensor) -> Tensor:
+        return value * self.scale
+
+
+class Level(float, Enum):
+    LOW = 1.0
+    HIGH = 2.0
+
+
+_kept, _numbers = Scaled(1.0), [1.0]
+
+VALUES: dict[str, tuple[Callable[[float], Any], Callable[[Tensor, Any], Tensor], int]] = {
+    "new objects": (Scaled, lambda loss, value: value.scaled(loss), 2),
+    "one object": (lambda number: setattr(_kept, "scale", number) or _kept, lambda loss, value: value.scaled(loss), 2),
+    "function": (
+        lambda number: _numbers.__setitem__(0, number) or _by_number,
+        lambda loss, value: value(loss),
+        2,
+    ),
+    "numpy": (lambda number: np.float64(number - 2), lambda loss, value: loss * float(value), 2),
+    "sign of zero": (lambda number: np.float64(0 * (number - 1.5)), lambda loss, v: loss * math.copysign(1, v), 2),
+    "enum": (Level, lambda loss, value: loss * value, 2),
+    "types in a set": (
+        lambda number: frozenset({1.0 if number == 1 else 1}),
+        lambda loss, value: loss * len(repr(value)),
+        2,
+    ),
+    "range": (lambda number: range(int(number)), lambda loss, value: loss * len(value), 2),
+    "no more of it": (lambda number: Scaled(5.0), lambda loss, value: value.scaled(loss), 1),
+}
+
+
+def _by_number(value: Tensor) -> Tensor:
+    return value * _numbers[0]
+
+
+@pytest.mark.parametrize(("make", "use", "plans"), VALUES.values(), ids=list(VALUES))
+def test_values_count_by_their_content(
+    make: Callable[[float], Any], use: Callable[[Tensor, Any], Tensor], plans: int
+) -> None:
+    def loss_fn(model: nn.Module, x: Tensor, value: Any) -> Tensor:
+        return use(model(x).square().mean(), value)
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, loss_fn, sgd(model), strict=True), sgd(twin)
+    for number in (1.0, 2.0, 1.0):
+        assert_same(step(X, make(number)), eager_step(twin, loss_fn, reference, X, make(number)))
+        assert_same(tensors_of(model), tensors_of(twin))
+    assert len(step.plans) == plans
