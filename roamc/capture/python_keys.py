@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import operator
 import sys
 import threading
 import types
@@ -27,7 +28,9 @@ from torch import nn
 from roamc import compat
 from roamc.capture.python_names import (
     ABSENT,
+    CACHED,
     FUNCTIONS,
+    GETTERS,
     WHOLE,
     attributes_in,
     is_installed,
@@ -198,11 +201,10 @@ def of_argument(value: Any, seen: Seen) -> object:
         return of_called(value, seen)
     own = {} if isinstance(value, NAMED) else _attributes_in(value)
     if not own:
-        known = isinstance(value, (*NAMED, np.generic, type))
-        return kind, of_value(value, 0, seen) if known else value
+        return kind, of_value(value, 0, seen) if isinstance(value, (*NAMED, np.generic, type)) else value
     seen.note(kind)
-    base = next((plain for plain in PLAIN if isinstance(value, plain)), None)  # as of an enum of strings
-    return kind, base and of_plain(base(value)), tuple((name, of_value(item, 1, seen)) for name, item in own.items())
+    base = next((plain(value) for plain in (int, float, complex, str, bytes) if isinstance(value, plain)), None)
+    return kind, of_plain(base), tuple((name, of_value(item, 1, seen)) for name, item in own.items())
 
 
 def complete(seen: Seen) -> dict[Place, object]:
@@ -290,6 +292,8 @@ def _record(value: Any, depth: int, seen: Seen) -> object:
     if depth:  # the functions read it by way of what it lies in
         seen.note(value)
     own = _attributes_in(value)
+    if (content := _bytes_of(value)) is not None:
+        return Same(value), content
     seen.left -= len(own)
     if own and (depth == DEEP or len(own) > LONG or seen.left < 0):
         return Unknown(value)
@@ -299,6 +303,15 @@ def _record(value: Any, depth: int, seen: Seen) -> object:
     return Same(value), tuple(inside.items())
 
 
+def _bytes_of(value: Any) -> bytes | None:
+    """What is in memory that Python code may change in place, such as a bytearray, an array or a number of ctypes."""
+    try:
+        memory = memoryview(value)
+    except TypeError:
+        return None
+    return memory.tobytes() if memory.nbytes <= 8 * LONG else b""
+
+
 def _attributes_in(value: object) -> dict[str, Any]:
     """Attributes that an object itself holds, in its ``__dict__`` and in its ``__slots__``, by name."""
     try:
@@ -306,12 +319,24 @@ def _attributes_in(value: object) -> dict[str, Any]:
         attributes = dict(vars(value) if of_thread else object.__getattribute__(value, "__dict__"))
     except (AttributeError, TypeError):
         attributes = {}
-    slotted = (kind.__dict__ for kind in type(value).__mro__ if "__slots__" in kind.__dict__)
-    for name, member in (pair for own in slotted for pair in own.items()):
-        if isinstance(member, types.MemberDescriptorType):
-            with contextlib.suppress(AttributeError):  # nothing has been put there yet
-                attributes[name] = member.__get__(value)
-    return attributes
+    return attributes | slots_of(value)
+
+
+def slots_of(value: object) -> dict[str, Any]:
+    """Attributes that an object holds in its ``__slots__``, by name."""
+    values = {}
+    kind: Any = type(value)
+    for name, member in _slots(kind):
+        with contextlib.suppress(AttributeError):  # nothing has been put there yet
+            values[name] = member.__get__(value)
+    return values
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> tuple[tuple[str, types.MemberDescriptorType], ...]:
+    slotted = (base.__dict__ for base in kind.__mro__ if "__slots__" in base.__dict__)
+    pairs = (pair for own in slotted for pair in own.items())
+    return tuple((name, member) for name, member in pairs if isinstance(member, types.MemberDescriptorType))
 
 
 def _function(value: Any, seen: Seen) -> object:
@@ -321,6 +346,12 @@ def _function(value: Any, seen: Seen) -> object:
     if isinstance(value, functools.partial):
         held = (*enumerate(value.args), *value.keywords.items())
         return "partial", of_called(value.func, seen), _held(held, seen)
+    if isinstance(value, CACHED):
+        return Same(value), of_called(value.__wrapped__, seen)
+    if isinstance(value, GETTERS):
+        words = (word for word in value.__reduce__()[1] if isinstance(word, str))
+        seen.names.update(dict.fromkeys(part for word in words for part in word.split(".")))
+        return Same(value)
     if isinstance(value, types.BuiltinFunctionType):
         owner = value.__self__
         plain = owner is None or isinstance(owner, types.ModuleType | type)
@@ -360,6 +391,8 @@ def _put(place: Place, value: Any, seen: Seen) -> None:
         value = value()
     if isinstance(value, contextvars.ContextVar):
         value = value.get(ABSENT)
+    if type(value).__module__ == "multiprocessing.sharedctypes":
+        value = value.get_obj()
     if not isinstance(value, dict) or len(value) > LONG or id(value) in seen.around:
         seen.places[place] = Same(value) if seen.note(value) else of_value(value, 0, seen)
         return
@@ -399,11 +432,22 @@ def _shared_by(owner: object, kinds: Iterable[type], seen: Seen) -> Iterator[tup
                 yield f"{number}.{name}", _unwrapped(value)
 
 
+def implied_by(kind: type) -> Iterator[object]:
+    """Return the methods of a class of modules that Python calls without that a function names them."""
+    for base in kind.__mro__:
+        if not is_torch(base.__module__):
+            yield from (value for name, value in base.__dict__.items() if _is_implied(name, value, None))
+
+
+_OF_LIFE = ("__init__", "__new__", "__post_init__", "__repr__", "__del__", "__getstate__", "__setstate__")
+"""Methods that Python calls when an object is made, shown, copied or gone."""
+
+
 def _is_implied(name: str, value: object, owner: object) -> bool:
     """Whether Python or torch calls an attribute of a class without that a function names it."""
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return isinstance(value, staticmethod | classmethod)
-    called = isinstance(owner, type) or name not in ("__init__", "__new__", "__post_init__", "__repr__", "__del__")
+    called = isinstance(owner, type) or name not in _OF_LIFE
     return called and name.startswith("__") and isinstance(value, types.FunctionType)
 
 
@@ -427,4 +471,4 @@ def _is_watched(value: object) -> bool:
     if is_torch(kind.__module__):
         return False
     is_users = not is_installed(sys.modules.get(kind.__module__))
-    return is_users or (kind is not value and bool(_attributes_in(value)))
+    return is_users or (kind is not value and bool(_attributes_in(value)) and _bytes_of(value) is None)

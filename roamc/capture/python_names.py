@@ -6,11 +6,18 @@ import dis
 import functools
 import io
 import itertools
+import operator
 import sys
 import types
 from collections.abc import Iterator
 
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+CACHED = type(functools.cache(len))
+"""Class of what ``functools.lru_cache`` makes of a function."""
+
+GETTERS = (operator.attrgetter, operator.methodcaller)
+"""Functions that hold the names of the attributes that they read."""
+
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, CACHED, *GETTERS)
 
 WHOLE = ("vars", "asdict", "__dict__")
 """Names by which a function reads all attributes of an object."""
@@ -51,9 +58,24 @@ def variables_of(function: types.FunctionType) -> list[tuple[str, object]]:
     if is_torch(function.__module__):
         return [(name, item) for name, item in named if isinstance(item, FUNCTIONS)]
     named += [(name, function.__globals__.get(name, ABSENT)) for name in _globals_in(function.__code__)]
+    named += [(f"import {name}", module) for name, module in _imported(function)]
     named += [(f"default {n}", default) for n, default in enumerate(function.__defaults__ or ())]
     named += [(f"default {name}", default) for name, default in (function.__kwdefaults__ or {}).items()]
     return [(name, item) for name, item in named if item is not ABSENT]
+
+
+def _imported(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """The Python modules that a function imports while it runs, as far as they have been imported, by name."""
+    names = _imports_in(function.__code__)
+    if not names:
+        return
+    package = str(function.__globals__.get("__package__") or "")
+    parents = list(itertools.accumulate(package.split("."), "{}.{}".format))  # one of them is meant by leading dots
+    for name in names:
+        within = (f"{parent}.{name}".strip(".") for parent in parents)
+        for full in dict.fromkeys((name, name.partition(".")[0], *within)):
+            if full in sys.modules:
+                yield full, sys.modules[full]
 
 
 def _content(cell: types.CellType) -> object:
@@ -67,11 +89,13 @@ def _content(cell: types.CellType) -> object:
 def attributes_in(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of attributes that a function and those inside it read, of whatever object, or may by strings.
 
-    Strings are there for ``getattr``. A name in :data:`WHOLE` that they read as a variable counts as well.
+    Strings are there for ``getattr``. A name in :data:`WHOLE` that they read as a variable counts as well, and a
+    ``getattr`` with a computed name as ``__dict__``.
     """
-    read = _read_by(code, ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
+    read = _read_by(code, ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"))
     strings = (word for part in _codes(code) for word in _words(part.co_consts))
-    whole = (name for name in _globals_in(code) if name in WHOLE)
+    computed = any(map(_computes_a_name, _codes(code)))
+    whole = ["__dict__"] if computed else [name for name in _globals_in(code) if name in WHOLE]
     return tuple(dict.fromkeys((*read, *strings, *whole)))
 
 
@@ -79,6 +103,24 @@ def attributes_in(code: types.CodeType) -> tuple[str, ...]:
 def _globals_in(code: types.CodeType) -> tuple[str, ...]:
     """Names of the global variables that a function and those inside it read."""
     return _read_by(code, ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _imports_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names of the Python modules that a function and those inside it import."""
+    return _read_by(code, ("IMPORT_NAME",))
+
+
+def _computes_a_name(code: types.CodeType) -> bool:
+    """Whether a function, those inside it left out, calls ``getattr`` with a name that is not written there."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "PUSH_NULL", "NOP")]
+    for place, step in enumerate(steps):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "getattr":
+            calls = (i for i in range(place, len(steps)) if steps[i].opname == "CALL" and steps[i].arg in (2, 3))
+            call = next(calls, None)
+            if call is None or not isinstance(steps[call - (steps[call].arg or 2) + 1].argval, str):
+                return True
+    return False
 
 
 def _read_by(code: types.CodeType, instructions: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,9 +16,10 @@ An object's attributes are those in its ``__dict__`` and in its ``__slots__``.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,17 @@ import torch
 from torch import nn
 
 from roamc import compat_hooks
-from roamc.capture.python_keys import PLAIN, Seen, of_called, of_content, of_identity, of_plain
+from roamc.capture.python_keys import (
+    PLAIN,
+    Seen,
+    implied_by,
+    of_called,
+    of_content,
+    of_identity,
+    of_plain,
+    of_value,
+    slots_of,
+)
 from roamc.capture.python_names import ABSENT, FUNCTIONS, is_torch
 
 OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -40,7 +51,8 @@ def of_modules(modules: Sequence[nn.Module], seen: Seen) -> tuple[object, ...]:
     """Return a hashable key of modules: which they are, their submodules, and their plain attributes.
 
     Plain attributes are numbers, flags, strings and other types of ``PLAIN``, and functions; what these read is put
-    into ``seen``. Parameters, buffers, hooks and other attributes are not part of it.
+    into ``seen``, and so is what methods such as ``__call__`` read, which Python finds without a name. Parameters,
+    buffers, hooks and other attributes are not part of it.
 
     Args:
         modules: all modules of the model, as ``model.modules()`` gives them: submodules count by identity alone.
@@ -49,7 +61,9 @@ def of_modules(modules: Sequence[nn.Module], seen: Seen) -> tuple[object, ...]:
     Returns:
         One tuple for each module. It holds a weak reference to the module: once one is gone, no later key is equal.
     """
-    return tuple((weakref.ref(module), *_children(module), *_own_values(module, seen)) for module in modules)
+    called = tuple(of_called(method, seen) for kind in dict.fromkeys(map(type, modules)) for method in implied_by(kind))
+    own = tuple((weakref.ref(module), *_children(module), *_own_values(module, seen)) for module in modules)
+    return called, own
 
 
 def _children(module: nn.Module) -> Iterator[int]:
@@ -63,6 +77,7 @@ def _own_values(module: nn.Module, seen: Seen) -> Iterator[object]:
             yield name, of_plain(value)
         elif name not in OWN and type(value) in FUNCTIONS:
             yield name, of_called(value, seen)
+    yield from ((name, of_value(value, 0, seen)) for name, value in slots_of(module).items())
 
 
 def of_torch(seen: Seen) -> tuple[object, ...]:
@@ -150,6 +165,14 @@ class Reads:
             slot = Slot(weakref.ref(owner), name)
             self._slots[key] = slot, slot.now()
 
+    def read_whole(self, module: nn.Module, attributes: Mapping[str, object]) -> None:
+        """Note that the trace reads ``module.__dict__``, and so may read any of ``attributes`` past :meth:`read`."""
+        for name in attributes:
+            key = id(module), name
+            if name not in OWN and key not in self._slots and key not in self._written:
+                slot = Slot(weakref.ref(module), name)
+                self._slots[key] = slot, slot.now()
+
     def write(self, module: nn.Module, name: str) -> None:
         """Note that the trace sets attribute ``name`` of ``module``; later reads of it get the trace's own value."""
         self._written.add((id(module), name))
@@ -180,7 +203,7 @@ def followed(described: Sequence[nn.Module]) -> Iterator[Reads]:
         The notes, complete once the context is left without an error.
     """
     reads = Reads(described)
-    with _watched(reads.read, reads.write):
+    with _watched(reads):
         yield reads
     reads.end()
 
@@ -197,22 +220,29 @@ def _class_with(kind: type, name: str) -> type | None:
     return None
 
 
+_INSIDERS = ("torch", "roamc")
+"""Packages whose own use of ``module.__dict__`` is no read of the model's."""
+
+
 @contextlib.contextmanager
-def _watched(read: Any, write: Any) -> Iterator[None]:
-    """While inside, tell ``read`` and ``write`` of attributes of modules that this thread reads and sets."""
+def _watched(reads: Reads) -> Iterator[None]:
+    """While inside, tell ``reads`` of attributes of modules that this thread reads and sets."""
     thread = threading.get_ident()
     set_plainly = nn.Module.__setattr__
 
     def get(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
         if threading.get_ident() == thread:
-            read(module, name)
+            if name != "__dict__":
+                reads.read(module, name)
+            elif str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] not in _INSIDERS:
+                reads.read_whole(module, value)
         return value
 
     def put(module: nn.Module, name: str, value: Any) -> None:
         set_plainly(module, name, value)
         if threading.get_ident() == thread:
-            write(module, name)
+            reads.write(module, name)
 
     nn.Module.__getattribute__ = get  # type: ignore[method-assign, assignment]
     nn.Module.__setattr__ = put  # type: ignore[method-assign, assignment]

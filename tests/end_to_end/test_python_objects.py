@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import copy
+import ctypes
+import functools
+import multiprocessing
+import operator
+import sys
 import threading
 import types
 from collections import deque
@@ -77,6 +83,7 @@ NESTED: dict[str, Any] = {}
 CONFIG: Any = SimpleNamespace()
 MODULE = types.ModuleType("constants_of_a_test")
 MODULE.SCALE = 1.0  # type: ignore[attr-defined]
+sys.modules["constants_of_a_test"] = MODULE
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +117,48 @@ def by_config(model: nn.Module, x: Tensor) -> Tensor:
     return square(model, x) * handed(CONFIG) * getattr(CONFIG, "scale") * MODULE.SCALE  # noqa: B009
 
 
+HIDDEN: Any = SimpleNamespace(scale=1.0, scaled=lambda: HIDDEN.scale)
+MEMORY = bytearray(1), array.array("d", [1.0]), ctypes.c_double(1.0), multiprocessing.Value("d", 1.0)
+of_scale, by_scaled = operator.attrgetter("scale"), operator.methodcaller("scaled")
+
+
+@functools.lru_cache(maxsize=1)
+def cached(value: Tensor) -> Tensor:
+    return value * HIDDEN.scale
+
+
+def by_cached(model: nn.Module, x: Tensor) -> Tensor:
+    return cached(square(model, x))
+
+
+def by_a_getter(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) * of_scale(HIDDEN)
+
+
+def by_a_caller(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) * by_scaled(HIDDEN)
+
+
+def by_a_computed_name(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) * getattr(HIDDEN, "".join(("sc", "ale")))
+
+
+def by_an_import(model: nn.Module, x: Tensor) -> Tensor:
+    import constants_of_a_test  # type: ignore[import-not-found]
+
+    return square(model, x) * constants_of_a_test.SCALE
+
+
+def by_an_import_of_a_name(model: nn.Module, x: Tensor) -> Tensor:
+    from constants_of_a_test import SCALE
+
+    return square(model, x) * SCALE
+
+
+def by_memory(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) * (MEMORY[0][0] + 1) * MEMORY[1][0] * MEMORY[2].value * MEMORY[3].value
+
+
 NAMED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], object]]] = {
     "a slot": (by_slotted, lambda patch: patch.setattr(SLOTTED, "scale", 3.0)),
     "a list in a slot": (by_slotted, lambda patch: SLOTTED.values.__setitem__(0, 3.0)),
@@ -122,8 +171,59 @@ NAMED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], obj
     "a dataclass with slots": (by_config, lambda patch: patch.setattr(CONFIG.settings, "scale", 3.0)),
     "an array of numpy": (by_config, lambda patch: CONFIG.array.fill(3.0)),
     "a number of a Python module": (by_config, lambda patch: patch.setattr(MODULE, "SCALE", 3.0)),
+    "what a cached function reads": (by_cached, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
+    "an attrgetter": (by_a_getter, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
+    "a methodcaller": (by_a_caller, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
+    "a computed name": (by_a_computed_name, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
+    "an import": (by_an_import, lambda patch: patch.setattr(MODULE, "SCALE", 3.0)),
+    "an import of a name": (by_an_import_of_a_name, lambda patch: patch.setattr(MODULE, "SCALE", 3.0)),
+    "bytes": (by_memory, lambda patch: MEMORY[0].__setitem__(0, 3)),
+    "an array": (by_memory, lambda patch: MEMORY[1].__setitem__(0, 3.0)),
+    "a number of C": (by_memory, lambda patch: patch.setattr(MEMORY[2], "value", 3.0)),
+    "a number of several processes": (by_memory, lambda patch: patch.setattr(MEMORY[3], "value", 3.0)),
     "a method": (by_slotted, lambda patch: patch.setattr(Slotted, "factor", lambda self: 5.0)),
 }
+
+
+class Reading(nn.Module):
+    """Reads a slot, its attributes as a whole, and what a method reads that Python finds without a name."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.listed, self.looked_up, self.slot = nn.Linear(8, 8), [1.0], [1.0], 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result: Tensor = super().__call__(x) * HIDDEN.scale
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x) * self.slot * vars(self)["listed"][0] * self.__dict__["looked_up"][0]
+        return result
+
+
+OF_A_MODULE: dict[str, Callable[[Any, pytest.MonkeyPatch], object]] = {
+    "a slot": lambda model, patch: object.__setattr__(model, "slot", 3.0),
+    "an attribute by vars": lambda model, patch: model.listed.__setitem__(0, 3.0),
+    "an attribute by its dict": lambda model, patch: model.looked_up.__setitem__(0, 3.0),
+    "what __call__ reads": lambda model, patch: patch.setattr(HIDDEN, "scale", 3.0),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_MODULE)
+def test_what_a_module_reads_past_its_attributes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, twin = Reading(), Reading()
+    twin.load_state_dict(model.state_dict())
+    step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
+    for number in range(4):
+        if number == 2:
+            OF_A_MODULE[name](model, monkeypatch)
+            OF_A_MODULE[name](twin, monkeypatch)
+        assert_same(step(X), eager_step(twin, square, reference, X))
+        assert_same(tensors_of(model), tensors_of(twin))
+    assert len(step._steps) == 2
 
 
 @pytest.mark.parametrize("name", NAMED)
