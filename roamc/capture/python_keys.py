@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import functools
 import itertools
-import operator
 import sys
 import threading
 import types

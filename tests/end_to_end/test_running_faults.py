@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import signal
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -467,6 +468,36 @@ def test_what_the_handler_of_a_signal_raises_while_a_step_runs_or_is_planned(
         signal.signal(signal.SIGUSR1, before)
     assert said == more == most == []
     assert isinstance(caught.value.inner_exception, TimeIsUp)
+
+
+def test_a_handler_runs_in_the_modes_of_the_caller_and_behind_the_whole_step(faults: Faults) -> None:
+    """It takes gradients, sees the caller's autocast, and the step that it came in counts for a scheduler."""
+    model, other = network(), network()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step = roamc.train_step(model, square, optimizer)
+    modes = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        square(other, noise(4, 8)).backward()
+        raise TimeIsUp
+
+    with torch.autocast("cpu", torch.bfloat16):
+        step.plan(noise(4, 8))
+        faults.calls.clear()
+        faults.at, faults.behind = ("", 30), signalled
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            with pytest.raises(TimeIsUp):
+                step(noise(4, 8))
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert modes == [(True, True)]
+    assert all(p.grad is not None for p in other.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
 
 
 def signalled(*_: Any, **__: Any) -> None:
