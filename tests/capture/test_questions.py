@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.fx import _symbolic_trace
 
 import roamc
-from tests.end_to_end.helpers import assert_same, assert_steps_equal, noise, sgd
+from tests.end_to_end.helpers import assert_same, assert_steps_equal, eager_step, noise, sgd, tensors_of
 
 Way = Callable[["Asking", Tensor, Tensor], object]
 """What a model asks, of itself, of a value that it has computed, and of its input."""
