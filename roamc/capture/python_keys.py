@@ -202,8 +202,9 @@ def of_argument(value: Any, seen: Seen) -> object:
     if not own:
         return kind, of_value(value, 0, seen) if isinstance(value, (*NAMED, np.generic, type)) else value
     seen.note(kind)
-    base = next((plain(value) for plain in (int, float, complex, str, bytes) if isinstance(value, plain)), None)
-    return kind, of_plain(base), tuple((name, of_value(item, 1, seen)) for name, item in own.items())
+    kinds: tuple[Any, ...] = (int, float, complex, str, bytes)
+    base = next((of_plain(plain(value)) for plain in kinds if isinstance(value, plain)), None)
+    return kind, base, tuple((name, of_value(item, 1, seen)) for name, item in own.items())
 
 
 def complete(seen: Seen) -> dict[Place, object]:

@@ -67,7 +67,8 @@ def _eager_bytes(node: fx.Node) -> Bytes:
     """The bytes of eager's storage for the last result of ``node``; 0 if they are those of the result."""
     if node.target in FULL_SIZE:
         inputs = [value_of(each) for each in node.all_input_nodes]
-        return math.prod(torch.broadcast_shapes(*(each.shape for each in inputs))) * value_of(node).element_size()
+        elements = int(math.prod(torch.broadcast_shapes(*(each.shape for each in inputs))))
+        return elements * int(value_of(node).element_size())
     dtype = _dropped_dtype(node)
     masks = [mask for _, mask in tensors_of(node)][-1:] if dtype is not None else []
     return sum(mask.numel() * dtype.itemsize for mask in masks if dtype is not None)
