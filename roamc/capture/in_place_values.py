@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -112,9 +113,7 @@ class _Exchange:
             self._move(node)
             twin = makes_value(node.target)
             exchanged = twin is not None and self._is_free(node) and self._exchange(node, twin)
-            for position, tensor in tensors_of(node):
-                if tensor.layout is torch.strided:
-                    self._pass(node, position, tensor)
+            self._pass(node, [pair for pair in tensors_of(node) if pair[1].layout is torch.strided])
             if exchanged:
                 self._drop_copies(node)
 
@@ -126,11 +125,13 @@ class _Exchange:
                 with self.mode:
                     move(node, position, into.untyped_storage())
 
-    def _pass(self, node: fx.Node, position: int, tensor: torch.Tensor) -> None:
-        """Note a tensor of ``node`` among those of its storage."""
-        storage = identity(tensor)
-        self.tensors.setdefault(storage, []).append((node, position))
-        self._read(storage, node)
+    def _pass(self, node: fx.Node, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Note tensors of ``node``, by their positions, among those of their storages."""
+        storages = [identity(tensor) for _, tensor in tensors]
+        for storage, (position, _) in zip(storages, tensors, strict=True):
+            self.tensors.setdefault(storage, []).append((node, position))
+        for storage in dict.fromkeys(storages):
+            self._read(storage, node)
 
     def _read(self, storage: int, node: fx.Node) -> None:
         """Note the readers of ``node``, whose tensor lies in ``storage``."""
@@ -181,7 +182,7 @@ class _Exchange:
                 continue
             with self.mode:
                 move(other, position, value.untyped_storage())
-            self._pass(other, position, value)
+            self._pass(other, [(position, value)])
         copy.replace_all_uses_with(written)
         self.graph.erase_node(copy)
 

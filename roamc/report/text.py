@@ -97,7 +97,7 @@ def show_kernels(out: Console, reports: Sequence[KernelReport]) -> None:
     """Print what each kernel of ``reports`` takes of the GPUs that it was compiled for to ``out``."""
     _heading(out, "kernels compiled ahead of time: registers and spilled bytes per thread; nothing was run")
     if not reports:
-        out.print("  none: no group runs as a kernel; --device cuda plans for a GPU", markup=False)
+        out.print("  none: no group runs as a kernel", markup=False)
         return
     rows = []
     for kernel in reports:

@@ -137,11 +137,6 @@ def test_kernels_belong_to_the_report() -> None:
         assert "--kernels adds to the report, which --source and --graph leave out" in said
 
 
-def test_report_says_that_a_cpu_has_no_kernels() -> None:
-    shown = run("explain", "gpt", *SMALL, "--no-curve", "--kernels").stdout
-    assert "none: no group runs as a kernel; --device cuda plans for a GPU" in shown
-
-
 def test_kernels_are_compiled_ahead_of_time() -> None:
     """In a process of its own, where Triton compiles and does not interpret; a GELU has several results."""
     pytest.importorskip("triton")
