@@ -113,6 +113,7 @@ def default_partition(
     from torch._functorch.partitioners import default_partition as split
 
     keep_saved(joint.graph)
+    _run_once(joint.graph, how["num_fwd_outputs"])
     for node in list(joint.graph.nodes):
         if node.op == "call_function" and not node.users and isinstance(node.meta.get("val"), tuple):
             _pick_first(node)
@@ -128,6 +129,20 @@ def default_partition(
     _describe(forward.graph, joint.graph, how["num_fwd_outputs"])
     backward.recompile()
     return forward, backward
+
+
+def _run_once(joint: fx.Graph, outputs: int) -> None:
+    """Unmark the random operators of checkpoints that nothing behind the first ``outputs`` results needs.
+
+    Torch keeps them in backward, since they are random, and would save a generator's state for each.
+    """
+    end = next(node for node in reversed(joint.nodes) if node.op == "output")
+    needed = {node for node in end.args[0][outputs:] if isinstance(node, fx.Node)}
+    for node in reversed(joint.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+        elif isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            node.meta.pop("recompute", None)
 
 
 def _describe(forward: fx.Graph, joint: fx.Graph, outputs: int) -> None:
@@ -217,26 +232,28 @@ def aot_backend(
     )
 
     def compile_graph(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        with _checks_kept():
+        with _kept_if_unused():
             return compiler(gm, inputs)
 
     return compile_graph
 
 
 @contextlib.contextmanager
-def _checks_kept() -> Iterator[None]:
-    """Within this context, AOTAutograd keeps the check behind ``torch.linalg.inv``; torch 2.11 drops it as unused."""
+def _kept_if_unused() -> Iterator[None]:
+    """Within this context, AOTAutograd keeps operators whose results nobody reads, and that eager runs for an effect.
+
+    These are random operators, without which all later ones draw other numbers than in eager, and the check behind
+    ``torch.linalg.inv``, which torch 2.11 drops.
+    """
     from torch._higher_order_ops import effects
+    from torch._inductor import config
 
     check = torch.ops.aten._linalg_check_errors.default
-    if effects.has_effects(check):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(fallback_random=True))  # torch asks it when it drops what is unused
+        if not effects.has_effects(check):
+            stack.callback(effects._register_effectful_op(check, effects._EffectType.ORDERED).destroy)
         yield
-        return
-    registered = effects._register_effectful_op(check, effects._EffectType.ORDERED)
-    try:
-        yield
-    finally:
-        registered.destroy()
 
 
 def unwatched(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -338,7 +355,7 @@ def forward_backward(
         checkpoints_followed(),
         quiet_meta(),
         _checkpoints_marked(),
-        _checks_kept(),
+        _kept_if_unused(),
         mock.patch.object(graph_capture, "make_fx", traced),
     ):
         aot_function(

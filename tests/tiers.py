@@ -125,6 +125,7 @@ FIRST: dict[str, int] = {
     "tests/end_to_end/test_running_faults.py::test_one_warning_that_names_the_fault_and_the_budget": 2,
     "tests/end_to_end/test_running_faults.py::test_what_the_handler_of_a_signal_raises_is_the_users": 2,
     "tests/end_to_end/test_semantics.py::test_optimize_equals_aot_eager": 4,
+    "tests/end_to_end/test_semantics.py::test_numbers_that_nobody_reads_are_drawn": 3,
     "tests/end_to_end/test_semantics.py::test_train_step_equals_eager": 16,
     "tests/end_to_end/test_shard.py::test_gradients_are_those_of_one_rank_and_plans_are_equal": 0,
     "tests/end_to_end/test_sizes.py::test_a_float_that_changes_is_planned": 2,
