@@ -87,7 +87,10 @@ def database(name: str) -> list[Any]:
         warnings.simplefilter("ignore")
         home = importlib.import_module(f"torch.testing._internal.{module}")
         infos = list(getattr(home, attribute))
-    if name == "op":  # dynamo leaves what sets a seed to eager; `results` sets it before the call
+    if name == "op":  # dynamo leaves what sets a seed to eager, and a trace loses it; callers set it before the call
+        for info in infos:
+            if info.gradcheck_wrapper is home.wrapper_set_seed:
+                info.gradcheck_wrapper = _unseeded
         home.wrapper_set_seed = _unseeded  # type: ignore[attr-defined]
     hypothesis.settings.load_profile("default")
     return infos

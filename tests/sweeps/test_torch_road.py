@@ -31,6 +31,12 @@ def test_a_dispatch_mode_changes_pinv_of_complex_matrices_alone(dtype: torch.dty
     assert judge(case).outcome == ("mode" if dtype.is_complex else "same")
 
 
+def test_no_entry_of_the_database_sets_a_seed_where_a_trace_would_lose_it() -> None:
+    chosen = [entry for entry in entries() if entry.name in ("nn_functional_rrelu", "nn_functional_dropout2d")]
+    assert chosen
+    assert [judge(case).outcome for entry in chosen for case in cases(entry)[:1]] == ["same"] * len(chosen)
+
+
 class Half(torch.autograd.Function):
     """A product with a gradient that is half of what it should be."""
 
