@@ -557,6 +557,14 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     return pytree.tree_unflatten(list(leaves), spec)
 
 
+def parts_of(spec: Any) -> tuple[type | None, Any, list[Any]]:
+    """Return (class, what it has beside its items, descriptions of these) of a description that :func:`flatten` made.
+
+    The class is None for a leaf. Beside its items a dict has its keys, a named tuple its own class.
+    """
+    return spec.type, spec.context, spec.children() if hasattr(spec, "children") else spec.children_specs
+
+
 def is_traced(value: object) -> bool:
     """Whether ``value`` is a fake or functional tensor, as in a trace, without elements of its own."""
     from torch._subclasses.functional_tensor import FunctionalTensor

@@ -37,9 +37,14 @@ class Nest:
     spec: Any
     opened: tuple[tuple[type, Nest] | None, ...]
 
-    def key(self) -> tuple[object, ...]:
-        """Return a hashable key, the same for batches of the same containers, keys and fields, whatever the leaves."""
-        return str(self.spec), tuple(part and (part[0], part[1].key()) for part in self.opened)
+    def key(self, seen: python_keys.Seen) -> tuple[object, ...]:
+        """Return a hashable key, the same for batches of the same containers, keys and fields, whatever the leaves.
+
+        Args:
+            seen: what the step's key has met; gets the classes of containers, whose methods the step may call.
+        """
+        inside = (part and (_of_class(part[0], seen), part[1].key(seen)) for part in self.opened)
+        return _of_spec(self.spec, seen), tuple(inside)
 
 
 def take_apart(tree: Any) -> tuple[list[Any], Nest]:
@@ -61,6 +66,31 @@ def take_apart(tree: Any) -> tuple[list[Any], Nest]:
             leaves += inside
             opened.append((type(value), nest))
     return leaves, Nest(spec, tuple(opened))
+
+
+def _of_spec(spec: Any, seen: python_keys.Seen) -> object:
+    """Return a hashable key of torch's description of a nest; None for a leaf."""
+    kind, context, children = compat.parts_of(spec)
+    if kind is None:
+        return None
+    return _of_class(kind, seen), _of_context(context, seen), tuple(_of_spec(child, seen) for child in children)
+
+
+def _of_context(context: Any, seen: python_keys.Seen) -> object:
+    """Return a hashable key of what a container has beside its items: the keys of a dict, the class of a named tuple.
+
+    Neither ``repr`` nor ``==`` is asked: those of another key or class may be the same.
+    """
+    if isinstance(context, type):
+        return _of_class(context, seen)
+    if type(context) in (list, tuple):
+        return type(context), tuple(_of_context(item, seen) for item in context)
+    return python_keys.of_argument(context, seen)
+
+
+def _of_class(kind: type, seen: python_keys.Seen) -> object:
+    seen.note(kind)
+    return python_keys.Same(kind)
 
 
 def put_together(leaves: Sequence[Any], nest: Nest) -> Any:

@@ -297,7 +297,7 @@ class TrainStep:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         seen = python_keys.Seen()
         asked = (
-            nest.key(),
+            nest.key(seen),
             tuple(describe(leaf, seen) for leaf in leaves),
             python_keys.of_called(self.loss_fn, seen),
             self.clip_grad_norm,

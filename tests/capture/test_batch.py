@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import roamc
 from roamc.capture.batch import describe, put_together, take_apart
+from roamc.capture.python_keys import Seen
 from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, tensors_of
 
 X, Y = noise(4, 8), noise(4, 8, seed=4)
@@ -151,12 +153,12 @@ def test_taken_apart_and_put_together_is_the_same(name: str) -> None:
     assert all(isinstance(leaf, Tensor | torch.Size | float | int | bool | None) for leaf in leaves)
     assert [type(value) for value in again[0]] == [type(value) for value in args]
     assert all(one is other for one, other in zip(take_apart(again)[0], leaves, strict=True))
-    assert hash(nest.key()) == hash(take_apart(again)[1].key())
+    assert nest.key(Seen()) == take_apart(again)[1].key(Seen())
 
 
 def test_other_containers_are_other_batches() -> None:
     kinds = [(Pair(X, Y),), (Frozen(X, Y),), (Named(X, Y),), ({"x": X, "y": Y},), (Encoding({"x": X, "y": Y}),)]
-    assert len({take_apart(kind)[1].key() for kind in kinds}) == len(kinds)
+    assert len({take_apart(kind)[1].key(Seen()) for kind in kinds}) == len(kinds)
 
 
 def test_object_with_tensors_that_nobody_can_open_is_refused() -> None:
@@ -240,6 +242,33 @@ class Level(float, Enum):
     HIGH = 2.0
 
 
+class Shown(Scaled):
+    def __repr__(self) -> str:
+        return "Shown"
+
+
+@functools.cache
+def named_by_one_name(scale: float) -> type[Any]:
+    class Named(NamedTuple):
+        item: int
+
+        def scaled(self, value: Tensor) -> Tensor:
+            return value * scale
+
+    return Named
+
+
+@dataclass
+class Scaling:
+    """A container whose method reads what lies in no instance."""
+
+    item: int = 1
+    by = 1.0
+
+    def scaled(self, value: Tensor) -> Tensor:
+        return value * self.by * _numbers[0]
+
+
 _kept, _numbers = Scaled(1.0), [1.0]
 
 VALUES: dict[str, tuple[Callable[[float], Any], Callable[[Tensor, Any], Tensor], int]] = {
@@ -259,6 +288,28 @@ VALUES: dict[str, tuple[Callable[[float], Any], Callable[[Tensor, Any], Tensor],
         2,
     ),
     "range": (lambda number: range(int(number)), lambda loss, value: loss * len(value), 2),
+    "keys of a dict": (lambda number: {Shown(number): 1}, lambda loss, value: next(iter(value)).scaled(loss), 2),
+    "keys of a dict in a dict": (
+        lambda number: {"k": UserDict({Shown(number): 1})},
+        lambda loss, value: next(iter(value["k"])).scaled(loss),
+        2,
+    ),
+    "types of keys": (
+        lambda number: {1.0 if number == 1 else 1: 1},
+        lambda loss, value: loss * len(repr(value)),
+        2,
+    ),
+    "named tuples": (lambda number: named_by_one_name(number)(1), lambda loss, value: value.scaled(loss), 2),
+    "a number of a dataclass": (
+        lambda number: setattr(Scaling, "by", number) or Scaling(),
+        lambda loss, value: value.scaled(loss),
+        2,
+    ),
+    "what a dataclass reads": (
+        lambda number: _numbers.__setitem__(0, number) or Scaling(),
+        lambda loss, value: value.scaled(loss),
+        2,
+    ),
     "no more of it": (lambda number: Scaled(5.0), lambda loss, value: value.scaled(loss), 1),
 }
 
