@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import io
@@ -24,6 +25,9 @@ WHOLE = ("vars", "asdict", "__dict__")
 
 ABSENT = object()
 """In the place of the value of a variable or attribute that is missing."""
+
+_BUILTINS = dict(vars(builtins))
+"""Python's built-in names and their values when roamc was imported."""
 
 
 def iterators_of(function: object) -> Iterator[object]:
@@ -50,18 +54,28 @@ def is_iterator(value: object) -> bool:
 def variables_of(function: types.FunctionType) -> list[tuple[str, object]]:
     """Return the global variables that a function names, its closure contents and its defaults, each by its own name.
 
-    Of a function of torch, whose variables nobody changes, only functions in its closure, which a user may have put
+    Of built-in names, such as ``max``, those that somebody has given another value since roamc was imported. Of a
+    function of torch, whose variables nobody changes, only functions in its closure, which a user may have put
     there.
     """
     cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
     named = [(f"nonlocal {name}", item) for name, item in cells]
     if is_torch(function.__module__):
         return [(name, item) for name, item in named if isinstance(item, FUNCTIONS)]
-    named += [(name, function.__globals__.get(name, ABSENT)) for name in _globals_in(function.__code__)]
+    named += [(name, _variable(function, name)) for name in _globals_in(function.__code__)]
     named += [(f"import {name}", module) for name, module in _imported(function)]
     named += [(f"default {n}", default) for n, default in enumerate(function.__defaults__ or ())]
     named += [(f"default {name}", default) for name, default in (function.__kwdefaults__ or {}).items()]
     return [(name, item) for name, item in named if item is not ABSENT]
+
+
+def _variable(function: types.FunctionType, name: str) -> object:
+    """The value of a global variable, or of a built-in name that has another one than at first."""
+    value = function.__globals__.get(name, ABSENT)
+    if value is not ABSENT:
+        return value
+    value = function.__builtins__.get(name, ABSENT)
+    return ABSENT if value is _BUILTINS.get(name, ABSENT) else value
 
 
 def _imported(function: types.FunctionType) -> Iterator[tuple[str, object]]:

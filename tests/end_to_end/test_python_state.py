@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import functools
 import gc
@@ -37,7 +38,7 @@ CRITERION = Criterion()
 
 
 def helper(x: Tensor) -> Tensor:
-    return x * SCALE
+    return x * SCALE * divmod(1, 1)[0]
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -88,6 +89,7 @@ EVERYWHERE: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "forward of the class": lambda patch: patch.setattr(Reader, "forward", Reader.backwards),
     "a number of the class": lambda patch: patch.setattr(Reader, "shift", 0.7),
     "a global number": lambda patch: patch.setitem(globals(), "SCALE", 3.0),
+    "a built-in function": lambda patch: patch.setattr(builtins, "divmod", lambda *_: (SCALE * 3.0, 0)),
     "a global function": lambda patch: patch.setitem(globals(), "helper", torch.tanh),
     "a number of a criterion": lambda patch: patch.setattr(CRITERION, "weight", 3.0),
     "another criterion": lambda patch: patch.setitem(globals(), "CRITERION", nn.Sequential(nn.Tanh(), Criterion())),
