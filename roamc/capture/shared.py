@@ -3,12 +3,15 @@
 The trace knows of parameters and buffers which of them share a storage. A batch has storages of its own there:
 
     step(model.head.weight.detach())    the update writes what the batch is, perhaps before backward reads it
+
+State of the optimizer has storages of its own there, too.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -24,13 +27,18 @@ from roamc.operators import ops
 from roamc.units import Bytes
 
 
-def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def sharing(tensors: Iterable[torch.Tensor], alone: Iterable[torch.Tensor] = ()) -> tuple[tuple[int, ...], ...]:
     """Return groups of positions in ``tensors``: those of a group have one storage, or storages that overlap.
 
     So have two tensors of one array of numpy. A group has at least two members; whether their elements overlap does not
-    matter.
+    matter. Of a tensor of ``alone``, whose positions follow, the elements count instead of the storage.
     """
-    places = sorted((*memory, position) for position, tensor in enumerate(tensors) if (memory := _memory(tensor)))
+    memories = (*map(_memory, tensors), *map(_extent, alone))
+    pairs = sorted(filter(None, memories))
+    starts, ends = zip(*pairs, strict=True) if pairs else ((), ())
+    if not any(map(operator.gt, ends, starts[1:])):  # as in nearly all models, of which some have thousands
+        return ()
+    places = sorted((*memory, position) for position, memory in enumerate(memories) if memory is not None)
     groups: list[list[int]] = []
     furthest = 0
     for start, end, position in places:
@@ -42,19 +50,23 @@ def sharing(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
 
 
-def shared_key(kept: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> tuple[object, ...]:
+def shared_key(
+    kept: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer
+) -> tuple[object, ...]:
     """Return which tensors of a step share memory, hashable: a step with another key is another program.
 
     Args:
         kept: parameters and buffers.
         batch: tensors of the batch.
+        optimizer: has state with elements of its own, or is refused by :func:`check_state` when a program is made.
 
     Returns:
         The groups of :func:`sharing`, and of these the pairs with a batch tensor that may have an element in common.
     """
     tensors = (*kept, *batch)
-    groups = sharing(tensors)
-    of_batch = ((group, position) for group in groups for position in group if position >= len(kept))
+    state = (value for own in optimizer.state.values() for value in own.values() if isinstance(value, torch.Tensor))
+    groups = sharing(tensors, state)
+    of_batch = ((group, place) for group in groups for place in group if len(kept) <= place < len(tensors))
     return groups, tuple(
         (first, second)
         for group, second in of_batch
@@ -63,7 +75,7 @@ def shared_key(kept: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> t
     )
 
 
-def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: Mapping[Source, torch.Tensor]) -> None:
+def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: dict[Source, torch.Tensor]) -> None:
     """Refuse tensors of a step that have elements in common, unknown to its graph, if the step writes one of them.
 
     The graph knows of parameters and buffers that lie in one storage. It takes for apart a batch tensor and anything
@@ -79,8 +91,7 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: Mapping[
     """
     fed = {node: source for node, source in zip(placeholders(graph.graph), sources, strict=True) if source in tensors}
     constants = {node: Source("constant", str(node.target)) for node in graph.graph.find_nodes(op="get_attr")}
-    held = {source: attribute(graph.module, source.name) for source in constants.values()}
-    tensors = {**{source: value for source, value in held.items() if isinstance(value, torch.Tensor)}, **tensors}
+    tensors = _constants(graph) | tensors
     storages = all_ids(argument for node in operators(graph.graph) for argument in ops.mutated_arguments(node))
     written = {source for node, source in {**fed, **constants}.items() if not storages.isdisjoint(all_ids([node]))}
     live_sources = [source for source in (*fed.values(), *dict.fromkeys(constants.values())) if source in tensors]
@@ -137,23 +148,25 @@ def _blocks(tensor: torch.Tensor) -> tuple[Bytes, list[Bytes]]:
     return block, distances
 
 
-def check_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuse optimizer state that lies, in part or whole, where other state or a parameter does.
+def check_state(graph: TrainGraph, tensors: dict[Source, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizer state that lies, in part or whole, where another tensor of the step does.
 
-    The trace gives each a storage of its own, and takes their updates for independent.
+    The trace gives each a storage of its own, and takes the updates for independent.
 
     Args:
-        optimizer: only state with the shape of its parameter is looked at.
-        parameters: name to live parameter.
+        graph: of the step.
+        tensors: the live tensors of parameters, buffers and the batch.
+        optimizer: has the state.
 
     Raises:
         CaptureError: names both tensors.
     """
-    extents = [(*_extent(parameter), f"parameter {name!r}", False) for name, parameter in parameters.items()]
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.numel() > 1:
-                extents.append((*_extent(value), f"{key!r} of {name!r} in the optimizer's state", True))
+    tensors = _constants(graph) | tensors
+    extents = [(*_extent(tensor), _words(source, tensors), False) for source, tensor in tensors.items()]
+    for source, tensor in tensors.items():
+        for key, value in optimizer.state.get(tensor, {}).items() if source.kind == "parameter" else ():
+            if isinstance(value, torch.Tensor):
+                extents.append((*_extent(value), f"{key!r} of {source.name!r} in the optimizer's state", True))
     furthest = (0, "", False)
     for start, end, words, state in sorted(extents):
         last, other, others = furthest
@@ -163,13 +176,24 @@ def check_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch
         furthest = max(furthest, (end, words, state))
 
 
+def _constants(graph: TrainGraph) -> dict[Source, torch.Tensor]:
+    """The tensors that were made before the step, and that ``graph`` holds."""
+    names = dict.fromkeys(str(node.target) for node in graph.graph.find_nodes(op="get_attr"))
+    held = {Source("constant", name): attribute(graph.module, name) for name in names}
+    return {source: value for source, value in held.items() if isinstance(value, torch.Tensor)}
+
+
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The first address of a tensor's elements, and the one behind its last; of a DTensor, of this rank's part."""
-    tensor = part_of(tensor)
-    if not tensor.numel():
+    if type(tensor) is not torch.Tensor:  # asked for each tensor of the optimizer's state at every step
+        tensor = part_of(tensor)
+    size, start = tensor.nbytes, tensor.data_ptr()
+    if not size:
         return 0, 0
-    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
+    if not tensor.is_contiguous():
+        steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (steps + 1) * tensor.element_size()
+    return start, start + size
 
 
 _ALIASED = re.compile(r"input \d+ \((.+?)\) and input \d+ \((.+?)\) share storage but are not differentiable views")

@@ -303,7 +303,7 @@ class TrainStep:
             self.clip_grad_norm,
             python_state.of_modules(modules, seen),
             geometries,
-            shared_key((*parameters, *buffers), tensors),
+            shared_key((*parameters, *buffers), tensors, self.optimizer),
             _ties(modules),
             python_state.of_torch(seen),
             torch.get_num_threads(),
@@ -383,8 +383,9 @@ class TrainStep:
         request = self._request(leaves, nest)
         captured, reads, seconds = _captured(request)
         check_not_meta(self.model)
-        check_state(self.optimizer, dict(self.model.named_parameters()))
-        check_shared(captured.graph, captured.sources, _given(captured.sources, self.model, leaves))
+        given = _given(captured.sources, self.model, leaves)
+        check_state(captured.graph, given, self.optimizer)
+        check_shared(captured.graph, captured.sources, given)
         meeting = self._meeting(captured)
         self._agree(captured, meeting)
         earlier = self._known(captured)

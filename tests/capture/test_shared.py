@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,33 @@ def one_memory(model: Any, state: Any) -> None:
     state[model.second.weight]["exp_avg"] = memory[64:].view(8, 8)
 
 
+def a_buffer(model: Any, state: Any) -> None:
+    state[model.first.weight]["exp_avg"] = model.table
+
+
+def of_the_batch(model: Any, state: Any) -> None:
+    state[model.first.weight]["exp_avg"] = BATCH
+
+
+def of_the_loss(model: Any, state: Any) -> None:
+    state[model.first.weight]["exp_avg"] = KEPT
+
+
+def of_one_memory(model: Any, state: Any) -> None:
+    (state[model.first.weight]["exp_avg"],) = of_one_array(model.second.weight)
+
+
+def one_count(model: Any, state: Any) -> None:
+    state[model.first.weight]["step"] = state[model.second.weight]["step"]
+
+
+BATCH, KEPT = noise(8, 8), noise(8, 8, seed=5)
+
+
+def by_kept(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) * KEPT).square().mean()
+
+
 def with_state(share: Callable[[Any, Any], None]) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = built()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -133,13 +161,32 @@ def with_state(share: Callable[[Any, Any], None]) -> tuple[nn.Module, torch.opti
     return model, optimizer
 
 
-@pytest.mark.parametrize("share", [one_of_another, two_of_one, a_parameter, in_part])
-def test_state_that_shares_memory_is_refused(share: Callable[[Any, Any], None]) -> None:
-    model, optimizer = with_state(share)
-    before = tensors_of(model)
-    with pytest.raises(roamc.CaptureError, match=r"optimizer's state shares memory with .*weight.*clone"):
-        roamc.train_step(model, loss, optimizer)(noise(4, 8))
-    assert_same(tensors_of(model), before)
+SHARES = (one_of_another, two_of_one, a_parameter, in_part, a_buffer, of_the_batch, of_one_memory, one_count)
+
+
+@pytest.mark.parametrize(("share", "later"), [(of_the_loss, False), *itertools.product(SHARES, (False, True))])
+def test_state_that_shares_memory_is_refused(share: Callable[[Any, Any], None], later: bool) -> None:
+    model, optimizer = with_state((lambda *_: None) if later else share)
+    step = roamc.train_step(model, by_kept, optimizer, strict=True)
+    if later:
+        step(BATCH)
+        share(model, optimizer.state)
+    before = copy.deepcopy([tensors_of(model), state_of(optimizer)])
+    with pytest.raises(roamc.CaptureError, match=r"optimizer's state shares memory with .*clone"):
+        step(BATCH)
+    assert_same([tensors_of(model), state_of(optimizer)], before)
+
+
+def test_state_that_is_exchanged_or_loaded_needs_no_other_capture() -> None:
+    model, optimizer = with_state(one_memory)
+    step = roamc.train_step(model, loss, optimizer, strict=True)
+    step(BATCH)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(BATCH)
+    for state in optimizer.state.values():
+        state.update({key: value.clone() for key, value in state.items()})
+    step(BATCH)
+    assert len(step._steps) == 1
 
 
 def test_state_in_one_storage_side_by_side() -> None:
