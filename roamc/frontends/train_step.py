@@ -246,7 +246,7 @@ class TrainStep:
         """Refuse contexts around this call that would have no effect on the step, or that no step can run in.
 
         Raises:
-            CaptureError: names the context, such as ``torch.inference_mode()``, anomaly detection, or another
+            CaptureError: names the context, such as ``torch.no_grad()``, anomaly detection, or another
                 train_step's loss function; or the optimizer's ``step`` was replaced.
         """
         if _captures.thread == threading.get_ident():
@@ -256,6 +256,11 @@ class TrainStep:
             )
         if torch.is_inference_mode_enabled():
             raise CaptureError("a train_step is called under torch.inference_mode(), where nothing can be trained")
+        if not torch.is_grad_enabled():
+            raise CaptureError(
+                "a train_step is called under torch.no_grad(), where loss.backward() raises in eager: leave it out, or "
+                "put torch.enable_grad() around the step"
+            )
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "a train_step is called while a CUDA graph is captured: the graph would repeat the learning rate and "
