@@ -20,6 +20,9 @@ from typing import Any
 
 _NUMBERS = tuple(sorted(signal.valid_signals()))
 
+TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+"""Signals that a timer sends, perhaps every few milliseconds."""
+
 TRACED = "roamc held this signal back until tracing had ended: no operator has run, and no tensor has changed"
 """Note to what a handler of a signal raises that came while roamc traced."""
 
@@ -64,7 +67,7 @@ def came_from_elsewhere(error: BaseException, program: str, kernels: str) -> boo
 
 
 @contextlib.contextmanager
-def uninterrupted(done: str, waits: int | None = None) -> Iterator[None]:
+def uninterrupted(done: str, waits: int | None = None) -> Iterator[Callable[[], None]]:
     """Let what runs inside end before handlers of signals run, Ctrl-C's among them.
 
     A step cut short would leave some parameters updated, and torch may end the process where an exception comes out
@@ -73,15 +76,19 @@ def uninterrupted(done: str, waits: int | None = None) -> Iterator[None]:
     Args:
         done: what has happened if what runs inside has ended; a note to the error of a handler that raises then.
         waits: how often a signal has to wait; one more takes effect at once, as it may hang inside. None: always.
+            Those of :data:`TIMERS` always wait: the next one comes whether or not anything hangs.
+
+    Yields:
+        A function that lets each signal wait once more only: call it before code of the user's that may hang.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
     signals = _Signals(waits)
     ended = False
     try:
         signals.hold_back()
-        yield
+        yield signals.wait_once
         ended = True
     finally:
         try:
@@ -111,6 +118,10 @@ class _Signals:
         for number in self._handlers:
             signal.signal(number, self._hold)
 
+    def wait_once(self) -> None:
+        self._came.clear()
+        self._waits = 1
+
     def let_go(self) -> None:
         """Put the handlers back and run those whose signals came; each runs, whether or not one before it raises."""
         self._holds = False  # a handler that raises amid these lines leaves no signal unheard
@@ -131,7 +142,8 @@ class _Signals:
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         self._came[number] += 1
-        if self._holds and (self._waits is None or self._came[number] <= self._waits):
+        waits = self._waits is None or number in TIMERS or self._came[number] <= self._waits
+        if self._holds and waits:
             self._pending.setdefault(number, frame)
         else:
             self._came[number] = 0

@@ -69,11 +69,31 @@ def test_a_handler_runs_though_what_it_waited_for_fails(heard: list[int]) -> Non
 def test_one_more_than_may_wait_takes_effect_at_once(heard: list[int]) -> None:
     with pytest.raises(Came), uninterrupted("all is done", waits=1):  # noqa: PT012
         signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGALRM)
+        signal.raise_signal(signal.SIGTERM)
         assert heard == []
-        signal.raise_signal(signal.SIGALRM)
+        signal.raise_signal(signal.SIGTERM)
         raise AssertionError
-    assert heard == [signal.SIGALRM, signal.SIGUSR1]
+    assert heard == [signal.SIGTERM, signal.SIGUSR1]
+
+
+def test_signals_of_a_timer_always_wait(heard: list[int]) -> None:
+    with pytest.raises(Came), uninterrupted("all is done", waits=1):  # noqa: PT012
+        for _ in range(5):
+            signal.raise_signal(signal.SIGALRM)
+        assert heard == []
+    assert heard == [signal.SIGALRM]
+
+
+def test_one_more_that_comes_in_code_of_the_user_takes_effect_at_once(heard: list[int]) -> None:
+    with pytest.raises(Came), uninterrupted("all is done") as wait_once:  # noqa: PT012
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        wait_once()
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == []
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError
+    assert heard == [signal.SIGTERM]
 
 
 def test_a_handler_that_is_set_inside_stays(heard: list[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class BoundStep:
         """Return the parameters that the step updates, as they are now, by name."""
         return {name: self.parameters[name][0][self.parameters[name][1]] for name in self.cohort}
 
-    def run(self, leaves: Sequence[Any], cohorts: dict[int, Cohort]) -> torch.Tensor:
+    def run(self, leaves: Sequence[Any], cohorts: dict[int, Cohort], after: Callable[[], None]) -> torch.Tensor:
         """Run one step and return the loss; parameters, buffers and optimizer state change in place.
 
         Gradients of tensors of the batch are added to their ``.grad``.
@@ -102,6 +102,7 @@ class BoundStep:
         Args:
             leaves: the tensors and other values of the batch, as :func:`roamc.capture.batch.take_apart` returns them.
             cohorts: what :meth:`cohorts_now` returns, not None.
+            after: called behind the update, before handlers of signals run that came during the step.
 
         Raises:
             CaptureError: a tensor of the batch is on a device where no parameter is, or state of a DTensor is placed
@@ -113,13 +114,17 @@ class BoundStep:
         if self.has_parts:  # the program gets parts, which do not say of what
             for name, group in self.group.items():
                 check_state(self.optimizer, self.rule, name, live[name], self.optimizer.param_groups[group])
-        with uninterrupted(STEP_DONE):  # around all: handlers run in the caller's modes, and when the step is whole
+        with uninterrupted(
+            STEP_DONE
+        ) as wait_once:  # around all: handlers run in the caller's modes, and when the step is whole
             with torch.no_grad(), _no_autocast(), self._with_state(live), self._counted(live):
                 loss, *gradients = self.whole(self._arguments(leaves, live, cohorts))
                 _accumulate([leaves[index] for index in self.handed], gradients)
             if self.has_parts:  # the program has written to the parts alone
                 torch.autograd.graph.increment_version([live[name] for name in self.cohort])
             compat.note_optimizer_step(self.optimizer)
+            wait_once()
+            after()
         result: torch.Tensor = loss
         return result
 

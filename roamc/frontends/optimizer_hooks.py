@@ -97,18 +97,20 @@ def _run_each(hooks: Sequence[Hook], optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def run_after(hooks: Sequence[Hook], optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
+def run_after(hooks: Sequence[Hook], optimizer: torch.optim.Optimizer, parameters: Callable[[], Parameters]) -> None:
     """Run the post-hooks of an optimizer's step, with gradients that cannot be read.
 
     Args:
         hooks: the hooks, in their order.
         optimizer: the optimizer that they are called with.
-        parameters: parameters that the step updates, by name.
+        parameters: returns the parameters that the step updates, by name; called if there is a hook.
 
     Raises:
         CaptureError: a hook reads a gradient.
     """
-    with _gradients_absent(parameters):
+    if not hooks:
+        return
+    with _gradients_absent(parameters()):
         for hook in hooks:
             hook(optimizer, (optimizer,), {})
 

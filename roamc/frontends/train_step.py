@@ -172,10 +172,8 @@ class TrainStep:
             if before:
                 optimizer_hooks.run_before(before, self.optimizer, bound.held(), bound.updated())
                 bound, cohorts = self._bound(leaves, nest)  # they may have changed the optimizer's groups
-            loss = bound.run(leaves, cohorts)
-            if after:
-                optimizer_hooks.run_after(after, self.optimizer, bound.updated())
-            return loss
+            run_after = functools.partial(optimizer_hooks.run_after, after, self.optimizer, bound.updated)
+            return bound.run(leaves, cohorts, run_after)
 
     def plan(self, /, *batch: Any, **named: Any) -> Plan:
         """Plan the step for a batch of this shape, without running it. Tensors may be on the meta device.

@@ -422,6 +422,38 @@ def test_a_handler_that_deletes_the_frame_is_known(handler: Callable[..., None],
     assert len(step.plans) == 1
 
 
+def test_post_hooks_of_a_whole_step_run_before_a_handler_that_raises(faults: Faults) -> None:
+    model = network()
+    optimizer, calls = sgd(model), list[int]()
+    optimizer.register_step_post_hook(lambda *_: calls.append(len(calls)))
+    step = roamc.train_step(model, square, optimizer)
+    step(noise(4, 8))
+    faults.at, faults.behind = ("", faults.calls[""] + 30), signalled
+    before = signal.signal(signal.SIGUSR1, time_is_up)
+    try:
+        with pytest.raises(TimeIsUp):
+            step(noise(4, 8))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert calls == [0, 1]
+
+
+def test_a_timer_whose_handler_computes_while_a_step_is_traced() -> None:
+    class Timed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                signal.raise_signal(signal.SIGALRM)
+            return super().forward(x)
+
+    model, sums = Timed(8, 8), list[float]()
+    before = signal.signal(signal.SIGALRM, lambda *_: sums.append(float(model.weight.detach().sum())))
+    try:
+        roamc.train_step(model, square, sgd(model), strict=True)(noise(4, 8))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(sums) == 1
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
 def test_what_the_handler_of_a_signal_raises_is_the_users(faults: Faults, share: float) -> None:
     """The operator that it comes behind has run: nothing runs again, nobody swallows it, and the program stays."""
