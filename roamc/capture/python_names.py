@@ -74,7 +74,7 @@ def _variable(function: types.FunctionType, name: str) -> object:
     value = function.__globals__.get(name, ABSENT)
     if value is not ABSENT:
         return value
-    value = function.__builtins__.get(name, ABSENT)
+    value = vars(builtins).get(name, ABSENT)
     return ABSENT if value is _BUILTINS.get(name, ABSENT) else value
 
 
