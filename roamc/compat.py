@@ -115,10 +115,11 @@ class CaptureMode(FakeTensorMode):
             if result is not NotImplemented:
                 return result
         if isinstance(func, OpOverload) and func not in self.lift_fns:
-            faked = [self._fake_of(x) if r else x for x, r in zip(leaves, real, strict=True)]
-            args, kwargs = unflatten(faked, spec)
+            if any(real):
+                faked = [self._fake_of(x) if r else x for x, r in zip(leaves, real, strict=True)]
+                args, kwargs = unflatten(faked, spec)
             if func._schema.is_mutable:
-                self._written.update(map(identity, _written_by(func, args, kwargs)))
+                self._written.update(map(identity, _written_by(func, args, kwargs or {})))
         if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:
             with mock.patch.object(self, "cache_enabled", False):
                 return super().dispatch(func, types, args, kwargs)

@@ -51,7 +51,7 @@ class _Fake(metaclass=_WithoutInstances):
 def _has_torch_function(arguments: Iterable[object]) -> bool:
     """Whether arguments or modes override functions of torch, those of capture left out where a model asks."""
     caller = sys._getframe(1).f_globals
-    if _traces(caller) and not caller["__name__"].startswith("torch.nn.modules."):
+    if is_of_tracer(caller) and not caller["__name__"].startswith("torch.nn.modules."):
         return bool(_REAL_FUNCTION(arguments))
     modes = [type(mode).__module__ for mode in overrides._get_current_function_mode_stack()]
     others = [value for value in arguments if type(value) is not torch.Tensor]
@@ -81,24 +81,24 @@ class _StandingIn(types.ModuleType):
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name in _STAND_INS and value is _STAND_INS[name][0] and not _traces(sys._getframe(1).f_globals):
+        if name in _STAND_INS and value is _STAND_INS[name][0] and not is_of_tracer(sys._getframe(1).f_globals):
             return _STAND_INS[name][1]
         return value
 
 
-def _traces(variables: dict[str, Any]) -> bool:
-    """Whether a caller with these global variables is a function of torch or roamc."""
+def is_of_tracer(variables: dict[str, Any]) -> bool:
+    """Return whether a caller with these global variables is a function of torch or roamc."""
     return str(variables.get("__name__", "")).partition(".")[0] in _TRACING
 
 
 def _address(tensor: torch.Tensor) -> int:
     """In the place of ``FakeTensor.data_ptr``."""
-    return _address_of_storage(tensor.untyped_storage()) if _traces(sys._getframe(1).f_globals) else _refuse()
+    return _address_of_storage(tensor.untyped_storage()) if is_of_tracer(sys._getframe(1).f_globals) else _refuse()
 
 
 def _address_of_storage(storage: torch.UntypedStorage) -> int:
     """In the place of ``UntypedStorage.data_ptr``."""
-    if storage.device.type == "meta" and not _traces(sys._getframe(1).f_globals):
+    if storage.device.type == "meta" and not is_of_tracer(sys._getframe(1).f_globals):
         _refuse()
     return _REAL_ADDRESS(storage)
 
@@ -120,7 +120,7 @@ def as_in_eager() -> Iterator[None]:
         patches.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage))
         for module in list(sys.modules.values()):
             variables = getattr(module, "__dict__", {})
-            if not _traces(variables):
+            if not is_of_tracer(variables):
                 for name in [name for name, (real, _) in _STAND_INS.items() if variables.get(name) is real]:
                     patches.enter_context(mock.patch.object(module, name, _STAND_INS[name][1]))
         for module in (_subclasses, fake_tensor, _guards, _symbolic_trace):

@@ -39,6 +39,7 @@ from roamc.capture.python_keys import (
     slots_of,
 )
 from roamc.capture.python_names import ABSENT, FUNCTIONS, is_torch
+from roamc.compat_eager import is_of_tracer
 
 OWN = frozenset(vars(nn.Module())) - {"training"}
 """Names of the attributes that every module has; parameters, buffers, hooks and submodules are looked at elsewhere."""
@@ -160,6 +161,10 @@ class Reads:
         owner = module if mine else _class_with(type(module), name)
         if owner is None or (id(owner) in self._described and type(owner.__dict__[name]) in (*PLAIN, *FUNCTIONS)):
             return
+        self._note(owner, name)
+
+    def _note(self, owner: nn.Module | type, name: str) -> None:
+        """Note the value of an attribute, unless that has been done, or the trace has set it."""
         key = id(owner), name
         if key not in self._slots and key not in self._written:
             slot = Slot(weakref.ref(owner), name)
@@ -168,10 +173,8 @@ class Reads:
     def read_whole(self, module: nn.Module, attributes: Mapping[str, object]) -> None:
         """Note that the trace reads ``module.__dict__``, and so may read any of ``attributes`` past :meth:`read`."""
         for name in attributes:
-            key = id(module), name
-            if name not in OWN and key not in self._slots and key not in self._written:
-                slot = Slot(weakref.ref(module), name)
-                self._slots[key] = slot, slot.now()
+            if name not in OWN:
+                self._note(module, name)
 
     def write(self, module: nn.Module, name: str) -> None:
         """Note that the trace sets attribute ``name`` of ``module``; later reads of it get the trace's own value."""
@@ -220,10 +223,6 @@ def _class_with(kind: type, name: str) -> type | None:
     return None
 
 
-_INSIDERS = ("torch", "roamc")
-"""Packages whose own use of ``module.__dict__`` is no read of the model's."""
-
-
 @contextlib.contextmanager
 def _watched(reads: Reads) -> Iterator[None]:
     """While inside, tell ``reads`` of attributes of modules that this thread reads and sets."""
@@ -235,7 +234,7 @@ def _watched(reads: Reads) -> Iterator[None]:
         if threading.get_ident() == thread:
             if name != "__dict__":
                 reads.read(module, name)
-            elif str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] not in _INSIDERS:
+            elif not is_of_tracer(sys._getframe(1).f_globals):
                 reads.read_whole(module, value)
         return value
 

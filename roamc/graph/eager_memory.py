@@ -70,8 +70,10 @@ def _eager_bytes(node: fx.Node) -> Bytes:
         elements = int(math.prod(torch.broadcast_shapes(*(each.shape for each in inputs))))
         return elements * int(value_of(node).element_size())
     dtype = _dropped_dtype(node)
-    masks = [mask for _, mask in tensors_of(node)][-1:] if dtype is not None else []
-    return sum(mask.numel() * dtype.itemsize for mask in masks if dtype is not None)
+    if dtype is None:
+        return 0
+    *_, (_, mask) = tensors_of(node)
+    return mask.numel() * dtype.itemsize
 
 
 def _dropped_dtype(node: fx.Node) -> torch.dtype | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -412,12 +413,8 @@ def test_a_handler_that_deletes_the_frame_is_known(handler: Callable[..., None],
     step = roamc.train_step(model, square, sgd(model))
     step(noise(4, 8))
     faults.at, faults.behind = ("", faults.calls[""] + 30), signalled
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with warnings_of_roamc() as said, pytest.raises(TimeIsUp):
-            step(noise(4, 8))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handled_by(handler), warnings_of_roamc() as said, pytest.raises(TimeIsUp):
+        step(noise(4, 8))
     assert said == []
     assert len(step.plans) == 1
 
@@ -429,12 +426,8 @@ def test_post_hooks_of_a_whole_step_run_before_a_handler_that_raises(faults: Fau
     step = roamc.train_step(model, square, optimizer)
     step(noise(4, 8))
     faults.at, faults.behind = ("", faults.calls[""] + 30), signalled
-    before = signal.signal(signal.SIGUSR1, time_is_up)
-    try:
-        with pytest.raises(TimeIsUp):
-            step(noise(4, 8))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handled_by(time_is_up), pytest.raises(TimeIsUp):
+        step(noise(4, 8))
     assert calls == [0, 1]
 
 
@@ -446,11 +439,8 @@ def test_a_timer_whose_handler_computes_while_a_step_is_traced() -> None:
             return super().forward(x)
 
     model, sums = Timed(8, 8), list[float]()
-    before = signal.signal(signal.SIGALRM, lambda *_: sums.append(float(model.weight.detach().sum())))
-    try:
+    with handled_by(lambda *_: sums.append(float(model.weight.detach().sum())), signal.SIGALRM):
         roamc.train_step(model, square, sgd(model), strict=True)(noise(4, 8))
-    finally:
-        signal.signal(signal.SIGALRM, before)
     assert len(sums) == 1
 
 
@@ -463,12 +453,8 @@ def test_what_the_handler_of_a_signal_raises_is_the_users(faults: Faults, share:
     run_backward(model, square, batch)
     total = faults.calls[""]
     faults.at, faults.behind = ("", total + 1 + int(share * total)), signalled
-    before = signal.signal(signal.SIGUSR1, time_is_up)
-    try:
-        with warnings_of_roamc() as said, pytest.raises(TimeIsUp):
-            run_backward(model, square, batch)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handled_by(time_is_up), warnings_of_roamc() as said, pytest.raises(TimeIsUp):
+        run_backward(model, square, batch)
     assert said == []
     assert len(roamc.plans(model)) == 1
     assert arenas_waiting() == 0
@@ -481,8 +467,7 @@ def test_what_the_handler_of_a_signal_raises_is_the_users(faults: Faults, share:
 def test_what_the_handler_of_a_signal_raises_while_a_step_runs_or_is_planned(
     faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = signal.signal(signal.SIGUSR1, time_is_up)
-    try:
+    with handled_by(time_is_up):
         model = network()
         step = roamc.train_step(model, square, sgd(model))
         step(noise(4, 8))
@@ -496,8 +481,6 @@ def test_what_the_handler_of_a_signal_raises_while_a_step_runs_or_is_planned(
         optimized = roamc.optimize(network())
         with warnings_of_roamc() as most, pytest.raises(BackendCompilerFailed) as caught:
             optimized(noise(4, 8))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     assert said == more == most == []
     assert isinstance(caught.value.inner_exception, TimeIsUp)
 
@@ -519,17 +502,23 @@ def test_a_handler_runs_in_the_modes_of_the_caller_and_behind_the_whole_step(fau
         step.plan(noise(4, 8))
         faults.calls.clear()
         faults.at, faults.behind = ("", 30), signalled
-        before = signal.signal(signal.SIGUSR1, handler)
-        try:
-            with pytest.raises(TimeIsUp):
-                step(noise(4, 8))
-        finally:
-            signal.signal(signal.SIGUSR1, before)
+        with handled_by(handler), pytest.raises(TimeIsUp):
+            step(noise(4, 8))
     assert modes == [(True, True)]
     assert all(p.grad is not None for p in other.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()
+
+
+@contextlib.contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], object], number: int = signal.SIGUSR1) -> Iterator[None]:
+    """Within this context, ``handler`` is that of signal ``number``."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def signalled(*_: Any, **__: Any) -> None:
