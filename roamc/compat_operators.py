@@ -78,7 +78,10 @@ def _consult_tables(target: OpOverload) -> None:
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     if composite not in target.py_kernels and has_kernel(target.name(), composite.name):  # comes apart in C++
         target.py_kernels[composite] = in_parts(target)
-    for key in (composite, torch._C.DispatchKey.Autograd):
+    autograd = torch._C.DispatchKey.Autograd
+    if composite not in target.py_kernels and autograd not in target.py_kernels:  # torch has no decomposition
+        target.py_kernels[autograd] = whole(target)
+    for key in (composite, autograd):
         if key in target.py_kernels:
             target.py_kernels[key] = functools.partial(_choose, target, target.py_kernels[key])
     target._dispatch_cache.clear()

@@ -40,6 +40,7 @@ from roamc.compat_fsdp import casts_alone
 from roamc.errors import CaptureError
 from roamc.graph import Phase, attribute, operators, output_node
 from roamc.graph.keep import keep_saved
+from roamc.operators.exclusive import products_as_eager
 from roamc.operators.fakes import kept_whole
 
 aten = torch.ops.aten
@@ -140,6 +141,7 @@ class Trace:
                 compat_dynamo.uncompiled(self.request.model),
                 recurrent.decomposed(),
                 dropouts.as_eager(),
+                products_as_eager(),
                 kept_whole(),
                 compat_dynamo.unchecked_distributions(),
                 user_line.noted(),

@@ -82,3 +82,26 @@ def test_margin_losses_have_eagers_bits(loss_fn: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     batch = noise(5, 8), torch.tensor([0, 5, 2, 2, 1])
     assert_steps_equal(nn.Linear(8, 6), loss_fn, sgd, [batch] * 2)
+
+
+PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "last": lambda h: h.prod(-1),
+    "kept": lambda h: h.prod(1, keepdim=True),
+    "exchanged": lambda h: h.mT.prod(1),
+    "all": lambda h: h[:1, :3, :2].prod() * 9,
+    "wider": lambda h: h.prod(-1, dtype=torch.float64),
+    "zeros": lambda h: h.relu().prod(-1),
+    "one zero": lambda h: (h - h.detach()[0, 0, 0])[:1, :3, :2].prod() * 9,
+}
+
+
+@pytest.mark.parametrize("budget", [None, "min"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_elements_have_eagers_gradients(name: str, budget: str | None) -> None:
+    """A trace of autograd multiplies all other elements; eager divides by each, unless one is 0."""
+    torch.manual_seed(0)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return PRODUCTS[name](model(x)).float().square().sum()
+
+    assert_steps_equal(nn.Linear(4, 4), loss, sgd, [(noise(3, 5, 4),)] * 2, memory_budget=budget)
