@@ -25,7 +25,7 @@ def fresh_dynamo() -> Iterator[None]:
     strangers_compare.reference.cache_clear()
 
 
-@pytest.mark.parametrize("seed", [502, 503])
+@pytest.mark.parametrize("seed", range(500, 504))
 def test_bits_of_torch_within_the_plan_and_the_budget(seed: int) -> None:
     ((threads, budget, route),) = ways_of(seed, 1)
     verdict = judge(f"program {seed}", route, budget, threads=threads)
