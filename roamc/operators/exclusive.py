@@ -35,8 +35,8 @@ torch.library.register_fake("roamc::prod_backward", _fake, lib=LIBRARY)
 @torch.library.impl(LIBRARY, "prod_backward", "CompositeExplicitAutograd")
 def _prod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int | None, keepdim: bool) -> Tensor:
     zeros = int((x == 0).sum())  # first: its mask is gone before there is a gradient
-    on_meta = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (grad, x, result))
-    gradient = torch.empty_like(_fake(*on_meta, dim, keepdim), device=x.device)
+    a, b = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (grad, x))
+    gradient = torch.empty_like(_fake(a, b, result, dim, keepdim), device=x.device)
     if zeros and (dim is not None or zeros == 1):
         return gradient.copy_(_exclusive(grad, x, dim, keepdim))
     if zeros:
