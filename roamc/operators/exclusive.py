@@ -34,15 +34,15 @@ torch.library.register_fake("roamc::prod_backward", _fake, lib=LIBRARY)
 
 @torch.library.impl(LIBRARY, "prod_backward", "CompositeExplicitAutograd")
 def _prod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-    zeros = int((x == 0).sum())  # first: its mask is gone before there is a gradient
+    zeros = x.numel() - int(torch.count_nonzero(x))
+    others = _others(x, dim) if zeros and (dim is not None or zeros == 1) else None  # first: there is no gradient yet
     a, b = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (grad, x))
     gradient = torch.empty_like(_fake(a, b, result, dim, keepdim), device=x.device)
-    if zeros and (dim is not None or zeros == 1):
-        return gradient.copy_(_exclusive(grad, x, dim, keepdim))
-    if zeros:
+    if others is None and zeros:
         return gradient.zero_()
-    torch.div(_kept(result, x, dim, keepdim), x, out=gradient)
-    return torch.mul(_kept(grad, x, dim, keepdim), gradient.conj().resolve_conj(), out=gradient)
+    if others is None:
+        others = torch.div(_kept(result, x, dim, keepdim), x, out=gradient)
+    return torch.mul(_kept(grad, x, dim, keepdim), others.conj().resolve_conj(), out=gradient)
 
 
 prod_backward = torch.ops.roamc.prod_backward.default
@@ -54,17 +54,16 @@ def _kept(reduced: Tensor, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
     return reduced if dim is None or keepdim or x.dim() < 2 else reduced.unsqueeze(dim)
 
 
-def _exclusive(grad: Tensor, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-    """The gradient by products of all elements before and all elements behind each, which may be 0."""
+def _others(x: Tensor, dim: int | None) -> Tensor:
+    """For each element of ``x``, which may be 0, the product of all before it times that of all after it."""
     if dim is None:
-        return _exclusive(grad, x.contiguous().view(-1), 0, keepdim=True).view_as(x)
-    grad = _kept(grad, x, dim, keepdim)
+        return _others(x.contiguous().view(-1), 0).view_as(x)
     if x.numel() == 0 or x.dim() == 0 or x.size(dim) == 1:
-        return grad.expand_as(x)
-    one, others = torch.ones_like(x.narrow(dim, 0, 1)), x.size(dim) - 1
-    before = torch.cat([one, x.narrow(dim, 0, others)], dim).cumprod(dim)
-    behind = torch.cat([one, x.narrow(dim, 1, others).flip(dim)], dim).cumprod(dim).flip(dim)
-    return grad * (before * behind).conj()
+        return torch.ones_like(x)
+    one, most = torch.ones_like(x.narrow(dim, 0, 1)), x.size(dim) - 1
+    before = torch.cat([one, x.narrow(dim, 0, most)], dim).cumprod(dim)
+    after = torch.cat([one, x.narrow(dim, 1, most).flip(dim)], dim).cumprod(dim).flip(dim)
+    return before * after if torch.is_grad_enabled() else before.mul_(after)
 
 
 class _Product(torch.autograd.Function):
@@ -81,7 +80,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, result = ctx.saved_tensors
         if torch.is_grad_enabled():  # backward is differentiated
-            return _exclusive(grad, x, *ctx.settings), None, None
+            return _kept(grad, x, *ctx.settings) * _others(x, ctx.settings[0]).conj(), None, None
         return prod_backward(grad, x, result, *ctx.settings), None, None
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from roamc.cost import workspace_bytes
+from roamc.operators.exclusive import prod_backward
 from roamc.operators.fakes import kept_whole
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.scores import nll_of_scores
@@ -133,6 +134,16 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         lambda g: aten.unfold_backward(g, [4, 1024], 1, 4, 2),
         (floats(4, 511, 4),),
         8 * 1024,
+    ),
+    "the way back of a product multiplies all elements before each, and all after it": (
+        lambda g, x, y: prod_backward(g, x, y, 1, False),
+        (floats(512), floats(512, 512), floats(512)),
+        2 * MB + 512 * 4,
+    ),
+    "that of all elements copies what lies otherwise": (
+        lambda g, x, y: prod_backward(g, x, y, None, False),
+        (floats(1)[0], floats(512, 512).t(), floats(1)[0]),
+        3 * MB + 4,
     ),
     "triangles of a batch with gaps are copied": (aten.triu, (floats(64, 96, 64)[:, :64],), MB),
     "a triangle with gaps is not": (aten.triu, (floats(64, 96)[:, :64],), 0),

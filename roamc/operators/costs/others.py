@@ -75,6 +75,23 @@ def cast_to_result(call: Call, result: torch.Tensor) -> Bytes:
     return 0 if read.dtype == result.dtype or read.is_complex() else read.numel() * result.itemsize
 
 
+def other_elements(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``roamc::prod_backward`` where an element is 0, the most that it takes.
+
+    It is two tensors of the gradient's size while products are made, with a first element for each, and a copy if all
+    elements are multiplied and do not lie as one in memory.
+    """
+    x, dim = tensor_at(call, 1), call.args[3]
+    copied = dim is None and not x.is_contiguous()
+    return (2 + copied) * result.nbytes + (result.itemsize if dim is None else result.nbytes // max(1, x.size(dim)))
+
+
+def quotients(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of eager's backward of ``prod`` where no element is 0: quotients, or before them a mask and its sum."""
+    mask_and_counts = result.numel() * (torch.bool.itemsize + torch.int64.itemsize)
+    return max(result.nbytes, mask_and_counts - result.nbytes)
+
+
 def fourier(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``_fft_r2c`` and ``_fft_c2c``.
 

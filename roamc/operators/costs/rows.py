@@ -190,6 +190,7 @@ ROWS: dict[str, Cost] = {
     "sum": Cost("reduction", workspace=others.summed, buffers=gpu.staged_sums),
     "mean": Cost("reduction", workspace=others.averaged, buffers=gpu.staged_sums),
     **dict.fromkeys(("prod", "linalg_vector_norm", "nansum"), _REDUCTION),
+    "roamc::prod_backward": Cost("pointwise", workspace=others.other_elements, eager_workspace=others.quotients),
     **dict.fromkeys(("cumsum", "cumprod"), Cost("scan", workspace=others.cast_to_result)),
     **dict.fromkeys(
         ("median", "nanmedian"),
@@ -306,7 +307,7 @@ ONLY_KIND: dict[str, str] = {
     "bucketize searchsorted slice_backward select_backward slice_scatter select_scatter diagonal_scatter "
     "as_strided_scatter diagonal_backward _fused_adam _fused_adamw _fused_sgd mse_loss_backward l1_loss "
     "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward roamc::own_part roamc::own_classes "
-    "roamc::own_indices roamc::own_seeds roamc::prod_backward",
+    "roamc::own_indices roamc::own_seeds",
     "concatenation": "cat stack constant_pad_nd split_with_sizes_copy",
     "strided": "repeat flip repeat_interleave pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad3d "
     "replication_pad1d replication_pad3d as_strided_copy permute_copy transpose_copy t_copy "
