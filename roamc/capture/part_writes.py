@@ -58,6 +58,7 @@ def to_parts(half: Half, scatter: fx.Node) -> list[str]:
         return []
     if geometry(whole.meta["val"]) != geometry(scatters[-1].meta["val"]):
         return []
+    half.since_write[identity(whole.meta["val"])] = [value, *half.readers(scatters[-1])]
     write_to_part(half, value, whole)
     return without_scatters(half, scatters, whole)
 
@@ -164,13 +165,15 @@ def _puts_back(outer: fx.Node, scatter: fx.Node, mode: FakeTensorMode) -> bool:
 def _may(half: Half, scatters: Sequence[fx.Node], whole: fx.Node, value: fx.Node) -> bool:
     """Whether the old whole has been read when its part is written, and only forward reads the old one or the new."""
     own = {*scatters, *(scatter.args[0] for scatter in scatters[:-1])}
-    before = [reader for reader in half.readers(whole) if reader not in own]
+    since = half.since_write.get(identity(whole.meta["val"]))
+    before = [reader for reader in (half.readers(whole) if since is None else since) if reader not in own]
     behind = list(half.readers(scatters[-1]))
     if any(half.places[reader] > half.places[value] for reader in before):
         return False
-    if any(node.op != "call_function" for node, _ in (*half.of(whole), *half.of(scatters[-1]))):
+    joined = scatters if since is not None else [whole, *scatters]
+    if any(node.op != "call_function" for end in (joined[0], joined[-1]) for node, _ in half.of(end)):
         return False
-    if any(map(half.is_named, (whole, *scatters))) or any(map(ops.mutated_arguments, behind)):
+    if any(map(half.is_named, joined)) or any(map(ops.mutated_arguments, behind)):
         return False
     return half.are_forward([*before, *behind])
 

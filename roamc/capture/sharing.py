@@ -80,11 +80,14 @@ class Half(Sharing):
     Attributes:
         phase: name of every operator and view to its phase. It is the caller's dictionary; :meth:`add` adds to it.
         named: names of the nodes that are outputs or are saved for backward; rewritings keep their tensors.
+        since_write: storage that parts have been written to, to its readers from the last such write on. Those before
+            have been looked at, and are not again: the work stays in proportion to the number of writes.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, phase: dict[str, Phase], named: Collection[str]) -> None:
         super().__init__(graph, mode)
         self.phase, self.named = phase, named
+        self.since_write: dict[int, list[fx.Node]] = {}
 
     def is_named(self, node: fx.Node) -> bool:
         """Whether a tensor in the storage of ``node`` is an output or is saved for backward."""

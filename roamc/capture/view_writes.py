@@ -15,6 +15,7 @@ be written over ``x``.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -50,11 +51,15 @@ def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]
     sharing = Sharing(graph, mode)
     places = sharing.places
     erased: list[str] = []
-    writes = [(places[node], storage) for node in graph.nodes for storage in addresses(ops.mutated_arguments(node))]
+    writes: dict[int, list[int]] = {}
+    for node in graph.nodes:
+        for storage in addresses(ops.mutated_arguments(node)):
+            writes.setdefault(storage, []).append(places[node])
 
     def is_written(storage: int, first: fx.Node, readers: Iterable[fx.Node]) -> bool:
         last = max(map(places.__getitem__, readers), default=-1)
-        return any(places[first] < place <= last for place, written in writes if written == storage)
+        of_storage = writes.get(storage, [])
+        return bisect_right(of_storage, places[first]) < bisect_right(of_storage, last)
 
     for node in list(graph.nodes):
         if not ops.rule(node.target).broadcasts or node.name in named or not _is_scattered(node) or not _is_plain(node):
@@ -68,7 +73,7 @@ def without_copies(graph: fx.Graph, mode: FakeTensorMode, named: Collection[str]
         elif all(_fills_with_itself(scatter, source, mode) for scatter in scatters):
             lying = [place for scatter in scatters for place in sharing.of(scatter)]
             own = addresses(scatters)
-            if any(other.name in named for other, _ in lying) or any(written in own for _, written in writes):
+            if any(other.name in named for other, _ in lying) or not own.isdisjoint(writes):
                 continue
             if not is_written(storage, node, [reader for other, _ in lying for reader in other.users]):
                 erased += _erased(sharing, node)

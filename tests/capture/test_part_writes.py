@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from roamc.capture import part_writes, sharing
 from roamc.capture.in_place_values import writes_over
 from roamc.capture.part_writes import to_parts
 from roamc.capture.sharing import Half
+from roamc.graph import TrainGraph
 from roamc.graph.memory import WROTE_OVER, build_memory
 from roamc.graph.rewrite import mode_of
 from roamc.graph.storage_ids import number
@@ -123,18 +127,24 @@ def written_behind(x: Tensor, _: Tensor) -> Tensor:
 def by_itself(function: Callable[..., Any], *, phases: str = "", marked: bool = True) -> tuple[Any, int]:
     """The graph of ``function`` with writes in parts, and how many scatters are gone."""
     graph = traced(function, WHOLE, OTHER, phases=phases)
+    gone = erased_by(graph, marked=marked)
+    graph.module.recompile()
+    number(graph.graph)
+    return graph, len(gone)
+
+
+def erased_by(graph: TrainGraph, *, marked: bool = True) -> set[str]:
+    """Write in parts where eager does; the names of the scatters that are gone."""
     for node in graph.graph.nodes:
         if marked and (node.target is aten.tanh.default or ops.rule(node.target).rounds_once):
             node.meta[WROTE_OVER] = True
     mode = mode_of(graph.graph)
     assert mode is not None
     half = Half(graph.graph, mode, graph.phase, [node.name for node in graph.graph.output_node().args[0]])
-    gone: list[str] = []
+    gone: set[str] = set()
     for node in list(graph.graph.nodes):
-        gone += to_parts(half, node) if node.name not in gone else []
-    graph.module.recompile()
-    number(graph.graph)
-    return graph, len(gone)
+        gone.update(to_parts(half, node) if node.name not in gone else ())
+    return gone
 
 
 @pytest.mark.parametrize(
@@ -195,3 +205,39 @@ def test_rounded_operators_have_the_same_bits_in_a_part(target: Any, dtype: torc
     writes_over(target)(part, *rest)
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     assert torch.equal(part.contiguous().view(integer), wanted.contiguous().view(integer))
+
+
+def written_often(count: int) -> Callable[..., Tensor]:
+    def function(x: Tensor, _: Tensor) -> Tensor:
+        y = x.exp()
+        for _turn in range(count):
+            y = aten.select_scatter.default(y, -y[2], 0, 2)
+        return y * 2
+
+    return function
+
+
+def lines_of_writes(count: int) -> int:
+    """How many lines of the rewriting run for a value of which ``count`` parts are written."""
+    lines = 0
+
+    def called(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith((part_writes.__file__, sharing.__file__)):
+            return None
+        lines += event == "line"
+        return called
+
+    graph = traced(written_often(count), WHOLE, OTHER)
+    before = sys.gettrace()
+    sys.settrace(called)
+    try:
+        gone = erased_by(graph)
+    finally:
+        sys.settrace(before)
+    assert len(gone) == count
+    return lines
+
+
+def test_work_grows_with_the_writes() -> None:
+    assert lines_of_writes(80) < 2.2 * lines_of_writes(40)
