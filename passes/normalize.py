@@ -170,7 +170,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             other |= split
     phase = {node.name: phase[node.name] for node in operators(graph.graph)}
     graph = renamed(graph, {**dict(decision.repeats), **other}).replace(phase=phase)
-    return graph.replace(saved=saved_values(graph)) if decision.repeats and graph.boundary else graph
+    return graph.replace(saved=saved_values(graph)) if graph.boundary else graph
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node) -> dict[str, str]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import FileCheck
+from torch.utils.checkpoint import checkpoint
 
 from roamc import compat
 from roamc.errors import PlanError
@@ -155,6 +156,22 @@ def test_saved_mask_and_result_keep_their_places() -> None:
     after = normalized(graph)
     assert after.saved == ("native_dropout", "native_dropout_by_mask")
     check_graph(after, "normalize", deep=True)
+
+
+def test_what_is_saved_for_an_unread_dropout_of_a_checkpointed_part_goes() -> None:
+    def part(x: Tensor, w: Tensor) -> Tensor:
+        nn.functional.dropout(x.relu(), 0.25)
+        return w.exp()
+
+    def loss(w: Tensor) -> Tensor:
+        return checkpoint(part, w * 2, w, use_reentrant=False).sum()
+
+    gradients = []
+    for call in (loss, torch.compile(loss, backend="roamc", dynamic=False, options={"strict": True})):
+        w = X.clone().requires_grad_()
+        call(w).backward()
+        gradients.append(w.grad)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
