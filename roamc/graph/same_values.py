@@ -125,8 +125,9 @@ def _copied(walk: Walk, call: Call) -> tuple[Number, dict[int, Number]] | None:
     (lies,) = walk.numbers.places(source)
     key = "expanded", lies.geometry, tuple(target.shape)
     (expanded,) = walk.numbers.lies(key, value, lambda: aten.expand.default(value, list(target.shape)))
-    content = walk.numbers.of("copied", *walk.numbers.unpadded(walk.content(lies), expanded.geometry))
     (result,) = walk.numbers.places(call.node)
+    elements = walk.numbers.unpadded(walk.content(lies), expanded.geometry)
+    content = walk.numbers.of("copied", *elements, result.geometry)
     if result.whole and call.node.target is call.target:  # as if it were written over all that was there
         content = walk.numbers.patched(content, result, walk.uncopied(content))
     return walk.number(call), {0: content}

@@ -225,7 +225,7 @@ class Walk:
         kind, *fields = self.numbers.key(elements)
         if kind == "filled":
             return self.uncopied(int(fields[1]))
-        return self.uncopied(self.numbers.elements(*fields)) if kind == "copied" else elements
+        return self.uncopied(self.numbers.elements(*fields[:2])) if kind == "copied" else elements
 
     def number(self, call: Call) -> Number:
         """Return the number that stands for the value of ``call``, as :meth:`called` gives it."""
