@@ -29,12 +29,12 @@ from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.own_gradients import own_gradients
 from roamc.capture.reinplace import reinplace
 from roamc.capture.tokens import without_tokens
-from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size
+from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size, with_bits
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.rewrite import given, mode_of, value_of
-from roamc.graph.storage_ids import number
+from roamc.graph.storage_ids import addresses, addresses_of, number
 from roamc.interruptions import TRACED, uninterrupted
 from roamc.operators import ops
 from roamc.operators.corrections import correct
@@ -238,7 +238,7 @@ class _Stitcher:
         for node in source.nodes:
             if node.op == "output" or (node.op == "placeholder" and node.name in self.env):
                 continue
-            self.env[node.name] = self._input(node) if node.op == "placeholder" else self._append(node, phase)
+            self.env[node.name] = self._input(node, phase) if node.op == "placeholder" else self._append(node, phase)
 
     def feed(self, backward: fx.Graph, saved: Sequence[fx.Node]) -> list[fx.Node]:
         """Match backward's placeholders with what forward saves, by name, then by order; return the tangents."""
@@ -264,11 +264,22 @@ class _Stitcher:
             raise CaptureError(f"the graph returns {node!r}, and what is planned may return tensors only")
         return self.env[node.name]
 
-    def _input(self, node: fx.Node) -> fx.Node:
+    def _input(self, node: fx.Node, phase: Phase) -> fx.Node:
+        before = addresses(placeholders(self.graph)) if phase is Phase.BACKWARD else set()
         with self.graph.inserting_after(self.last) if self.last is not None else self.graph.inserting_before(None):
             self.last = self.graph.create_node("placeholder", node.target, (), {}, name=node.name)
         self.last.meta = dict(node.meta)
+        if not before.isdisjoint(addresses_of(self.last)):
+            self._moved(self.last)
         return self.last
+
+    def _moved(self, tangent: fx.Node) -> None:
+        """Give a tangent a storage of its own: that of an input with views is traced as one more view of the input."""
+        value = value_of(tangent)
+        with self.mode or contextlib.nullcontext():
+            own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        tangent.meta["val"] = with_bits(own, conj=value.is_conj(), neg=value.is_neg())
+        self.fresh.add(tangent)
 
     def _append(self, node: fx.Node, phase: Phase) -> fx.Node:
         if node.target is operator.getitem and node.all_input_nodes[0].name in self.pairs:
