@@ -29,8 +29,8 @@ class Fault:
     Attributes:
         name: of the row.
         operators: names of functions that dynamo puts into a graph, one of which a graph with this fault calls.
-        holds: whether a graph that calls one has the fault. Takes the names that the graph calls, its example inputs,
-            and the code of each function whose lines are in it, once for each call.
+        holds: whether a graph that calls one has the fault. Takes the graph, its example inputs, and the code of each
+            function whose lines are in it, once for each call.
         wrong: what torch.compile does.
         instead: what the user can do.
         report: where torch has been told.
@@ -38,7 +38,7 @@ class Fault:
 
     name: str
     operators: frozenset[str]
-    holds: Callable[[frozenset[str], Sequence[Any], Sequence[CodeType]], bool]
+    holds: Callable[[fx.GraphModule, Sequence[Any], Sequence[CodeType]], bool]
     wrong: str
     instead: str
     report: str
@@ -57,17 +57,26 @@ def fault_of(gm: fx.GraphModule, inputs: Sequence[Any], traced: Sequence[CodeTyp
         inputs: its example inputs.
         traced: the code of each function whose lines are in it, once for each call.
     """
-    called = frozenset(getattr(node.target, "__name__", "") for node in gm.graph.nodes if node.op == "call_function")
+    called = _called(gm)
     rows = (row for row in FAULTS if not row.operators.isdisjoint(called))
-    return next((row for row in rows if row.holds(called, inputs, traced)), None)
+    return next((row for row in rows if row.holds(gm, inputs, traced)), None)
 
 
-def _loses_a_backward(called: frozenset[str], inputs: Sequence[Any], traced: Sequence[CodeType]) -> bool:
+def _called(gm: fx.GraphModule) -> frozenset[str]:
+    """The names of the functions that the graph calls."""
+    return frozenset(_name(node) for node in gm.graph.nodes if node.op == "call_function")
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", ""))
+
+
+def _loses_a_backward(gm: fx.GraphModule, inputs: Sequence[Any], traced: Sequence[CodeType]) -> bool:
     """Whether a custom function's forward is in the graph more often than its backward, and a gradient is asked for.
 
     Dynamo traces both where it takes the function as it is. Else its forward's operators are all that is left.
     """
-    asked = called & DIFFERENTIATE or any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
+    asked = _called(gm) & DIFFERENTIATE or any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
     if not asked:
         return False
     times = Counter(traced)
@@ -91,6 +100,30 @@ def _codes(kinds: Iterable[type], name: str) -> set[CodeType]:
     return {code for code in codes if code is not None}
 
 
+def _writes_an_input(gm: fx.GraphModule, inputs: Sequence[Any], traced: Sequence[CodeType]) -> bool:
+    """Whether a custom function marks an input that gets a gradient, or a view of one, as written in place."""
+    fed = {compat.identity(value) for value in map(_example, gm.graph.nodes) if value is not None}
+    dirty = [
+        node.args[2 + position]
+        for node in gm.graph.nodes
+        if _name(node) == APPLY
+        for position in node.kwargs.get("dirty_idx", ())
+    ]
+    written = [argument.meta.get("example_value") for argument in dirty if isinstance(argument, fx.Node)]
+    return any(
+        isinstance(value, torch.Tensor) and value.requires_grad and compat.identity(value) in fed for value in written
+    )
+
+
+def _example(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor of an input that gets a gradient."""
+    value = node.meta.get("example_value") if node.op == "placeholder" else None
+    return value if isinstance(value, torch.Tensor) and value.requires_grad else None
+
+
+APPLY = "autograd_function_apply"
+"""What dynamo calls in the place of a custom autograd.Function: with its forward, its backward, and the arguments."""
+
 DIFFERENTIATE = frozenset({"_grad_increment_nesting", "_jvp_increment_nesting"})
 """What ``torch.func.grad``, ``vjp``, ``jacrev``, ``jvp`` and ``jacfwd`` begin with in a graph."""
 
@@ -102,6 +135,14 @@ FAULTS = (
         "drops the backward of a custom autograd.Function that is called inside a transform such as torch.func.grad",
         "use roamc.train_step, or call the function outside the transform",
         "pytorch/pytorch#193279",
+    ),
+    Fault(
+        "custom function that writes an input",
+        frozenset({APPLY}),
+        _writes_an_input,
+        "drops the backward of a custom autograd.Function that marks an input of the graph as written in place",
+        "use roamc.train_step, or call the function on a copy, such as x.clone()",
+        "as pytorch/pytorch#184113, for inputs",
     ),
 )
 
