@@ -364,6 +364,20 @@ def _norm_backward(node: fx.Node, mode: FakeTensorMode) -> Any:
     return like, *results[1:]
 
 
+def _viewed(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """Return a view as its kernel makes it; None where ``node.meta["val"]`` is right.
+
+    A trace takes torch's Python references, which give dimensions of one element other strides, and views without
+    elements another offset.
+    """
+    noted: torch.Tensor = node.meta["val"]
+    if noted.numel() and 1 not in noted.shape:
+        return None
+    view = derived(node, mode)
+    places = [(tensor.stride(), tensor.storage_offset()) for tensor in (view, noted)]
+    return view if places[0] != places[1] else None
+
+
 def _dense(node: fx.Node, mode: FakeTensorMode) -> Any:
     """Return the results as contiguous tensors, as a CPU makes them; None where ``node.meta["val"]`` is right.
 
@@ -526,6 +540,8 @@ FIXES: dict[OpOverload, Fix] = {  # no operator of these has a row with ``stride
     aten._native_batch_norm_legit_no_training.default: _in_turn(_norm_of_images, _statistics(1, 2, 3, 4)),
     aten.native_layer_norm.default: _statistics(2, 3),
     aten.native_group_norm.default: _in_turn(_norm_of_images, _statistics(1, 2)),
+    **dict.fromkeys((aten.expand.default, aten.view.default, aten._unsafe_view.default), _viewed),
+    **dict.fromkeys((aten._reshape_alias.default, aten.diagonal.default), _viewed),
     aten.copy.default: _functional_copy,
     aten.slice_scatter.default: _scattered,
     aten.select_scatter.default: _scattered,
