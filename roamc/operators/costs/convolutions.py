@@ -82,8 +82,7 @@ def backward(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``aten.convolution_backward``."""
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if not _by_onednn(image.dtype):
-        transposed_one = _columns(weight, image) // max(1, image.shape[0]) + 2 * weight.nbytes
-        return transposed_one if call.args[7] else _columns(weight, gradient)
+        return _backward_by_torch(gradient, image, weight, transposed=call.args[7], of_bias=call.args[-1][2])
     again = weight.nbytes * (1 if image.dtype is torch.float32 else 3) + SMALL
     if image.shape[1] < FEW and prod(weight.shape[2:]) > 1:
         again += 7 * weight.nbytes
@@ -94,9 +93,25 @@ def backward(call: Call, result: torch.Tensor) -> Bytes:
         again += 0 if wide else _blocks(image)
     strided = any(step > 1 for step in call.args[4]) and (groups == 1 or not wide)
     most = _gradients(gradient, image, weight, transposed=call.args[7], of_image=call.args[-1][0] and not strided)
+    if wide and not (call.args[7] or strided or call.args[-1][1]) and prod(weight.shape[2:]) == 1:
+        most = max(most - image.nbytes, _blocks(image))  # the gradient's copy is freed when the result is put in order
     if strided and call.args[-1][0]:
         most = max(most, 2 * _blocked(image), _blocks(image, BLOCK // 2) + _blocks(gradient, BLOCK // 2))
     return most + again
+
+
+def _backward_by_torch(
+    gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *, transposed: bool, of_bias: bool
+) -> Bytes:
+    """Matrices of windows; for the gradient of a bias in half precision also a copy of ``gradient`` in float32.
+
+    Transposed in three dimensions, the windows of one image are there as well while that copy is summed.
+    """
+    copied = 2 * gradient.nbytes if of_bias and is_half(gradient) else 0
+    if not transposed:
+        return max(_columns(weight, gradient), copied)
+    windows = _columns(weight, image) // max(1, image.shape[0]) + 2 * weight.nbytes
+    return windows + copied if image.dim() > 4 else max(windows, copied)
 
 
 def backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
