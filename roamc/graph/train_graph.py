@@ -205,6 +205,15 @@ class TrainGraph:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
+def differ_in_layout_only(graph: TrainGraph, before: TrainGraph) -> bool:
+    """Whether every field of ``graph`` but ``layout`` is the same object as that of ``before``.
+
+    Nodes that were changed in place do not show, see :func:`roamc.graph.memory.kept_memory`.
+    """
+    names = (field.name for field in dataclasses.fields(graph) if field.name != "layout")
+    return all(getattr(graph, name) is getattr(before, name) for name in names)
+
+
 def copied(graph: TrainGraph) -> TrainGraph:
     """Return a copy of ``graph`` with nodes of its own, of the same names.
 

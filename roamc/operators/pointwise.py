@@ -74,7 +74,8 @@ def ordered_by(operands: Sequence[Tensor], noted: Tensor) -> Tensor | None:
     common = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
     if not common.is_floating_point:
         return None
-    promoted = [_promoted(operand, common).expand(noted.shape) for operand in operands]
+    promoted = [_promoted(operand, common) for operand in operands]
+    promoted = [tensor if tensor.shape == noted.shape else tensor.expand(noted.shape) for tensor in promoted]
     strides = ordered_strides(promoted)
     if all(size == 1 or a == b for size, a, b in zip(noted.shape, strides, noted.stride(), strict=True)):
         return None

@@ -17,6 +17,7 @@ from roamc import decode, progress
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, mask_judge, shard_judge, value_flow, verify
 from roamc.graph.memory import build_memory, kept_memory
+from roamc.graph.train_graph import differ_in_layout_only
 from roamc.graph.value_numbers import Flow, Numbers
 from roamc.options import Options
 from roamc.passes import (
@@ -225,7 +226,7 @@ class Runner:
             verify.check_graph(graph, each.name, deep=self.deep)
             each.judge(state.graph, graph, each.name)
             flow = value_flow.read(graph, Numbers(), each.name)
-        elif graph is not state.graph or rewritten or self.deep:
+        elif rewritten or self.deep or not differ_in_layout_only(graph, state.graph):
             verify.check_graph(graph, each.name, constraints, deep=self.deep)
             flow = value_flow.check(graph, flow, each.name, self.options.codecs, fast=self.options.numerics == "fast")
         if rewritten:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from roamc.errors import REQUIRED, BudgetError, OptionError, VerifyError
 from roamc.graph import TrainGraph
 from roamc.graph.eager_memory import eager_live_bytes
 from roamc.graph.memory import build_memory
+from roamc.graph.value_numbers import Flow
 from roamc.options import Options
 from roamc.planning import pipeline, search
 from roamc.planning.plan import Plan
@@ -224,3 +225,33 @@ def test_the_runner_names_no_pass() -> None:
     text = inspect.getsource(pipeline.Runner) + inspect.getsource(pipeline.State)
     for each in pipeline.PIPELINE:
         assert not re.search(rf"\b{each.name}\b", text), each.name
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, *, moved: bool = False) -> list[str]:
+    """Passes behind which values are compared; with ``moved`` the last pass puts outputs of its own into the graph."""
+    names: list[str] = []
+
+    def check(graph: TrainGraph, before: Flow, after: str, *rest: Any, **named: Any) -> Flow:
+        names.append(after)
+        return value_check(graph, before, after, *rest, **named)
+
+    def apply(graph: TrainGraph, decision: Any) -> TrainGraph:
+        graph = last.apply(graph, decision)
+        return graph.replace(outputs=(*graph.outputs,)) if moved else graph
+
+    *others, last = pipeline.PIPELINE
+    value_check = pipeline.value_flow.check
+    monkeypatch.setattr(pipeline.value_flow, "check", check)
+    monkeypatch.setattr(pipeline, "PIPELINE", (*others, replace(last, apply=apply)))
+    search.run(graph_of("random", "step")[0], Options())
+    return names
+
+
+def test_values_are_read_again_only_where_a_pass_changed_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = judged(monkeypatch)
+    assert "layout" not in names
+    assert "reuse" in names
+
+
+def test_a_pass_that_changes_more_than_the_layout_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "layout" in judged(monkeypatch, moved=True)
