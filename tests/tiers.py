@@ -257,6 +257,7 @@ FIRST: dict[str, int] = {
     "tests/solvers/test_determinism.py::test_three_processes_agree": 0,
     "tests/sweeps/test_convolutions.py::test_steps_have_eagers_bits": 8,
     "tests/sweeps/test_databases.py::test_sample_of_entries": 1,
+    "tests/sweeps/test_steps.py::test_steps_have_eagers_bits": 1,
     "tests/sweeps/test_torch_road.py::test_torchs_road_computes_what_eager_does": 1,
     "tests/sweeps/test_programs.py::test_bits_of_torch_within_the_plan_and_the_budget": 2,
     "tests/sweeps/test_models.py::test_bits_of_torch_or_one_clear_refusal": 1,

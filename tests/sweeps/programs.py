@@ -30,6 +30,8 @@ TRIES = 6
 """Lines of one kind that are drawn until eager can train one."""
 LARGEST = 1 << 18
 """Elements of one tensor, at most."""
+DRAWS_IN_PLACE = {"train_step": "draws in place inside a torch.utils.checkpoint region"}
+"""Way in to what roamc says of a program that it does not take."""
 WIDEST = 128
 """Last size, at most, of what a line with parameters reads: some have its square."""
 KINDS = {
@@ -125,7 +127,8 @@ class Program:
             return model
 
         numerics = "fast" if self.fast else "exact"
-        return Stranger(build, scope["batch"], scope["loss"], adamw if self.adam else sgd, numerics=numerics)
+        optimizer = adamw if self.adam else sgd
+        return Stranger(build, scope["batch"], scope["loss"], optimizer, numerics=numerics, limits=DRAWS_IN_PLACE)
 
     def _scope(self) -> dict[str, Any]:
         # Tracebacks and what torch.compile says of a line show the line; torch.compile reads classes from a module.

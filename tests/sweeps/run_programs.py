@@ -25,7 +25,7 @@ from tests.sweeps import command, pool
 from tests.sweeps.programs import program
 
 Way = tuple[int, str | None, str]
-GOOD = ("same", "refused", "left out")
+GOOD = ("same", "refused", "limit", "left out")
 BUDGETS = (None, "+1%", "70%", "50%", "min")
 ROUTES = ("train_step", "optimize", "compile")
 WAYS: list[Way] = list(itertools.product((1, 2), BUDGETS, ROUTES))
