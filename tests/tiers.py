@@ -71,6 +71,8 @@ FIRST: dict[str, int] = {
     "tests/codegen/test_judge.py::test_no_line_with_a_call_may_stand_elsewhere": 1,
     "tests/codegen/test_judge.py::test_program_as_it_is_emitted_is_accepted": 1,
     "tests/cost/test_cost.py::test_every_operator_of_the_models_has_a_price": 1,
+    "tests/cost/test_tensor_objects.py::test_as_many_are_counted_as_the_program_holds": 6,
+    "tests/cost/test_tensor_objects.py::test_the_judge_counts_what_the_planner_counts": 3,
     "tests/end_to_end/test_activations_channels_last.py::test_a_step_keeps_whole_what_eager_runs_as_one": 1,
     "tests/end_to_end/test_activations_channels_last.py::test_the_bits_are_those_of_eager": 5,
     "tests/end_to_end/test_agreement.py::test_ranks_that_have_other_values_are_refused_on_all_ranks": 1,
@@ -267,6 +269,7 @@ FIRST: dict[str, int] = {
     "tests/sweeps/test_transformers.py::test_a_step_has_the_bits_of_eager": 3,
     "tests/sweeps/test_transformers.py::test_a_step_that_reads_numbers_of_its_batch_is_refused_with_the_line": 0,
     "tests/sweeps/test_strangers.py::test_bits_of_torch_within_the_plan_or_a_named_limit": 2,
+    "tests/sweeps/test_strangers.py::test_objects_of_many_small_tensors_are_in_the_plan": 0,
 }
 
 

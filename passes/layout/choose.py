@@ -15,7 +15,6 @@ import numpy as np
 
 from roamc.cost import objects
 from roamc.errors import VerifyError
-from roamc.graph.lifetimes import most_alive
 from roamc.options import Options
 from roamc.passes.layout import trims
 from roamc.passes.layout.placement import (
@@ -122,13 +121,13 @@ def _laid_out(
     solution = _solve(table, placement, alignment, options)
     arena = int(solution.arena_bytes)
     outside = outside_live(table, placement.with_allocator)
-    alive = most_alive(table.born, table.dead, table.steps)
+    inside = ~table.foreign & ~placement.with_allocator
+    own = table.objects.peak(inside)
     for trimming in trims.choices(table, placement, solution, shrinks=shrinks):
         tensors = arena - trimmed(trimming.ranges, table.steps)[:-1] + outside
         needed = peak(tensors + table.workspace)
-        needed += objects(needed, alive)
+        needed += objects(needed, own)
         if trimming.ranges:
-            inside = ~table.foreign & ~placement.with_allocator
             needed = max(needed, trims.taken(table, inside, arena, outside, keeps=options.keeps_arena))
         price = cost(trimming.total // 2, placement, table.effort) + trims.price(trimming, table.effort)
         yield Laid(placement, solution, trimming, peak(tensors), needed + table.waiting, price)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roamc.cost import workspaces
+from roamc.cost import TensorObjects, tensor_objects, workspaces
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.in_flight import waiting_bytes
 from roamc.graph.lifetimes import dropped_lifetimes, lifetimes, sizes, timeline
@@ -30,6 +30,7 @@ from roamc.graph.memory import Int64s, MemoryModel, Operator, Place, started_by
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.passes.layout.eager import Bools, Floor, Moments, at_moments, moments
 from roamc.passes.layout.effort import EFFORT, Effort
+from roamc.rewriting.arrange import statements
 from roamc.units import Bytes
 
 
@@ -51,6 +52,7 @@ class Table:
         elsewhere: temporaries that cannot lie in the arena: on another device, still being written when their operator,
             which has no ``out=`` form, has returned, or saved by one of several calls that share the arena.
         workspace: int64[n], estimated bytes that each operator takes for itself.
+        objects: the objects of tensors, those of views as well.
         waiting: bytes that others in flight, micro-batches or calls, hold.
         eager: what eager holds at every moment; None if that is no limit.
         effort: how many placements to try, and the prices by which they are compared.
@@ -68,6 +70,7 @@ class Table:
     allocated: Bools
     elsewhere: Bools
     workspace: Int64s
+    objects: TensorObjects
     waiting: Bytes
     eager: Moments | None
     effort: Effort
@@ -138,6 +141,7 @@ def make_table(
         allocated=_mask(s.index in makers for s in memory.counted) & temporary,
         elsewhere=_mask(s.device != device or s.index in apart for s in memory.counted) & temporary,
         workspace=workspace,
+        objects=tensor_objects(memory, statements(graph, memory), born, dead),
         waiting=waiting_bytes(graph, memory),
         eager=moments(memory, workspace, floor, idle=idle) if floor else None,
         effort=effort,

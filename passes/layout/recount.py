@@ -10,7 +10,6 @@ from roamc.cost import objects
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph
 from roamc.graph.layout import Layout, Trim
-from roamc.graph.lifetimes import most_alive
 from roamc.graph.memory import Int64s, MemoryModel, build_memory
 from roamc.passes.layout.eager import Bools
 from roamc.passes.layout.placement import Table, apart_bytes, arena_live, make_table, outside_live, peak
@@ -62,7 +61,7 @@ def _trimmed(trims: Sequence[Trim], memory: MemoryModel) -> Int64s:
 def _needed(table: Table, outside: Int64s, tensors: Int64s, layout: Layout, inside: Bools) -> Bytes:
     """What ``tensors``, bytes at every step, need with what operators take for themselves, objects and what waits."""
     needed = peak(tensors + table.workspace)
-    needed += objects(needed, most_alive(table.born, table.dead, table.steps))
+    needed += objects(needed, table.objects.peak(inside))
     if layout.trims:
         needed = max(needed, taken(table, inside, layout.arena_bytes, outside, keeps=False))
     return needed + table.waiting

@@ -11,11 +11,13 @@ from roamc.cost.count import Traffic, flops, traffic
 from roamc.cost.kind import kind_of
 from roamc.cost.predict import group_seconds, prices, seconds, step_seconds
 from roamc.cost.profile import GENERIC, DeviceProfile, load_profile, read_profile, shipped_names, store_profile
-from roamc.cost.workspace import group_workspace, objects, workspace_bytes, workspaces
+from roamc.cost.tensor_objects import TensorObjects, objects, tensor_objects, view_bytes
+from roamc.cost.workspace import group_workspace, workspace_bytes, workspaces
 
 __all__ = [
     "GENERIC",
     "DeviceProfile",
+    "TensorObjects",
     "Traffic",
     "flops",
     "group_seconds",
@@ -29,7 +31,9 @@ __all__ = [
     "shipped_names",
     "step_seconds",
     "store_profile",
+    "tensor_objects",
     "traffic",
+    "view_bytes",
     "workspace_bytes",
     "workspaces",
 ]

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from roamc.cost.kind import kind_of
+from roamc.cost.tensor_objects import OBJECT
 from roamc.graph import tensors_of
 from roamc.graph.memory import Int64s, Operator, started_by
 from roamc.operators import ops
@@ -36,18 +37,6 @@ from roamc.operators.costs.kinds import CONVERTING
 from roamc.operators.fused import Fused
 from roamc.operators.kernels import PIECE, kernel_of
 from roamc.units import Bytes
-
-OBJECTS: Bytes = 256 << 10
-"""Bytes that :func:`objects` counts at most by the size of a step."""
-
-OBJECTS_SHARE = 96
-"""In a small step, :func:`objects` counts one byte for this many bytes of tensors."""
-
-VIEW: Bytes = 512
-"""Bytes of a tensor object that is a view, as each block of an operand of a group is."""
-
-OBJECT: Bytes = 512
-"""Bytes that :func:`objects` counts at least for every tensor."""
 
 
 def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Bytes:
@@ -103,7 +92,7 @@ def group_workspace(group: Fused, threads: int) -> Bytes:
         largest = max(largest, part + workspace_bytes(member, threads) - whole)
     views: int = -(-count // rows) * (1 + sum(node.op == "placeholder" for node in group.body.nodes))
     inside: Bytes = group.block_bytes(threads)
-    return inside + largest + VIEW * views
+    return inside + largest + OBJECT * views
 
 
 def workspaces(operators: Iterable[Operator], threads: int, *, eager: bool = False) -> Int64s:
@@ -124,18 +113,6 @@ def workspaces(operators: Iterable[Operator], threads: int, *, eager: bool = Fal
     for start, wait in waits:
         total[index[start] + 1 : wait + 1] += own[index[start]]
     return total
-
-
-def objects(nbytes: Bytes, tensors: int = 0) -> Bytes:
-    """Estimate the bytes that the process takes for tensor objects and the like while a step runs.
-
-    Measured: 50 to 120 kB, and 150 kB for the 364 tensors of an LSTM.
-
-    Args:
-        nbytes: bytes of the step's tensors and workspaces.
-        tensors: number of tensors that are alive together; 0 where it is not known.
-    """
-    return max(min(OBJECTS, nbytes // OBJECTS_SHARE), OBJECT * tensors)
 
 
 def _copied(call: Call, cost: Cost) -> Bytes:

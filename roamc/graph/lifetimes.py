@@ -55,17 +55,6 @@ def timeline(nbytes: Int64s, born: Int64s, dead: Int64s, steps: int) -> Int64s:
     return np.cumsum(change)[:steps]
 
 
-def most_alive(born: Int64s, dead: Int64s, steps: int) -> int:
-    """Return the largest number of storages that live at one of ``steps`` steps; 0 without storages.
-
-    Args:
-        born: int64[m], the first step at which each of m storages lives.
-        dead: int64[m], the step behind the last; ``born <= dead <= steps``.
-        steps: the number of steps.
-    """
-    return int(timeline(np.ones_like(born), born, dead, steps).max(initial=0))
-
-
 def live_bytes(memory: MemoryModel, order: Sequence[int] | None = None) -> Int64s:
     """Return int64[n], the bytes of those storages in ``memory.counted`` that live at each of n steps.
 

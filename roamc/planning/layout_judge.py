@@ -5,13 +5,15 @@ It shares no code with the layout pass or its solver, and derives all lives from
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 
 import torch
 from torch import fx
 
-from roamc.cost import objects, workspace_bytes
+from roamc.cost import objects, view_bytes, workspace_bytes
+from roamc.cost.tensor_objects import OBJECT
 from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph, main_device, output_values, placeholders, storage_name
 from roamc.graph.layout import Layout
@@ -174,10 +176,11 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
     total = layout.arena_bytes
     # An arena that is trimmed is taken as a whole first.
     needed, where = (layout.arena_bytes + PAGE if layout.trims else 0), nodes[0].name
+    own_bytes = _objects(graph, layout, lives)
     under_way: dict[fx.Node, Bytes] = {}  # workspaces of operators that have not ended
     starts = {start for node in nodes if (start := started_by(node)) is not None}
-    for node, more in zip(nodes, change, strict=False):
-        total += more
+    for at, node in enumerate(nodes):
+        total += change[at]
         if node.op != "call_function":
             continue
         if total > layout.peak_bytes:
@@ -188,10 +191,48 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
             under_way[node] = own
         elif (ended := started_by(node)) is not None:
             del under_way[ended]
-        needed, where = max((needed, where), (step_bytes + objects(step_bytes), node.name), key=operator.itemgetter(0))
+        step_bytes += objects(step_bytes, own_bytes[at])
+        needed, where = max((needed, where), (step_bytes, node.name), key=operator.itemgetter(0))
     needed += _waiting(graph, lives)
     if needed > layout.needed_bytes:
         raise VerifyError(_too_low(needed, where, layout.needed_bytes))
+
+
+def _objects(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> list[Bytes]:
+    """Count the bytes of tensor objects at every position of the node list.
+
+    One object for each storage of the step, and one for each view that a name of the program holds. Of what lies in the
+    arena, the program has all views from the start.
+    """
+    nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
+    change = [0] * (len(nodes) + 1)
+    for born, dead in [*(lives[name][:2] for name in layout.offset), *_outside_lives(graph, layout, lives).values()]:
+        change[born] += OBJECT
+        change[max(born, dead)] -= OBJECT
+    planned = {shared.of(_made(nodes[lives[name][0]], name)[1]) for name in layout.offset}
+    makers = {nodes[born] for born, _, _ in lives.values()}
+    last = {node: at for at, node in enumerate(nodes)}
+    for at, node in enumerate(nodes):
+        for reader in (node, started_by(node)):
+            last |= dict.fromkeys(reader.all_input_nodes if reader is not None else (), at)
+    for node in reversed(nodes):
+        if node.op == "call_function" and node not in makers and not ops.is_view(node.target):
+            for argument in node.all_input_nodes:
+                if shared.of_all([argument]) & shared.of_all([node]):  # written over: its object is the result's
+                    last[argument] = max(last[argument], last[node])
+    for at, node in enumerate(nodes):
+        view = node.op == "call_function" and ops.is_view(node.target) and started_by(node) is None
+        if not view or node in makers or node.target is operator.getitem:
+            continue
+        picks: dict[object, list[fx.Node]] = {}
+        for user in node.users:
+            if user.target is operator.getitem:
+                picks.setdefault(user.args[1], []).append(user)
+        for position, tensor, own in placed(node):
+            if shared.of(own) not in planned:
+                change[at] += view_bytes(tensor)
+                change[1 + max(last[name] for name in picks.get(position, [node]))] -= view_bytes(tensor)
+    return list(itertools.accumulate(change[:-1]))
 
 
 def _waiting(graph: TrainGraph, lives: dict[str, Life]) -> Bytes:

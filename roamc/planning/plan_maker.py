@@ -17,7 +17,6 @@ from roamc.cost import utilisation
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
 from roamc.graph.in_flight import waiting_bytes
-from roamc.graph.lifetimes import most_alive
 from roamc.graph.memory import MemoryModel, build_memory, input_bytes
 from roamc.graph.ranks import planned_groups, with_same_plan
 from roamc.graph.value_numbers import Numbers
@@ -81,7 +80,8 @@ def prepared(
     graph = graph.replace(eager_bytes=peak, eager_floor=floor)
     most_threads = max(threads, torch.get_num_threads())  # a plan from elsewhere may be counted again for more
     most = int((live + cost.workspaces(memory.operators, most_threads, eager=True)).max(initial=0))
-    needs = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
+    own = cost.tensor_objects(memory, list(graph.graph.nodes), *eager_lifetimes(memory)).peak()
+    needs = most + cost.objects(most, own)
     needs += waiting_bytes(graph, memory, eager=True)
     products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
     maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products)

@@ -5,14 +5,15 @@ Views and results picked out of tuples do no work: they move with the operator t
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Container, Sequence
 
 from torch import fx
 
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, output_node
-from roamc.graph.memory import build_memory
+from roamc.graph import Phase, TrainGraph, output_node
+from roamc.graph.memory import MemoryModel, build_memory
 from roamc.options import Options
 
 PASS = "reorder"
@@ -27,7 +28,8 @@ def keeps_order(options: Options) -> bool:
 def arrange(graph: TrainGraph, order: Sequence[str]) -> TrainGraph:
     """Put the operators of ``graph`` into ``order``, in place; views that nothing reads are erased.
 
-    Picks go right behind their operator, views right in front of the first node that reads them.
+    Picks go right behind their operator, views right in front of the first node that reads them, or where forward ends
+    if backward gets them from it.
 
     Args:
         graph: its nodes are moved.
@@ -44,18 +46,43 @@ def arrange(graph: TrainGraph, order: Sequence[str]) -> TrainGraph:
     operator_names = {op.node.name for op in build_memory(graph).operators}
     if set(order) != operator_names or len(order) != len(operator_names):
         raise PlanError("the plan's order is not a permutation of this graph's operators")
-    placed: dict[fx.Node, None] = {n: None for n in graph.graph.nodes if n.op in ("placeholder", "get_attr")}
-    for name in order:
-        _place(by_name[name], operator_names, placed)
-        for user in by_name[name].users:
-            if user.target is operator.getitem:
-                placed[user] = None
-    for argument in output_node(graph.graph).all_input_nodes:
-        _place(argument, operator_names, placed)
+    placed = _arranged(graph, [by_name[name] for name in order])
     waits = {update: _standing(by_name[gradient], placed).name for update, gradient in graph.waits.items()}
     _relink(graph.graph, list(placed))
     phase = {name: node_phase for name, node_phase in graph.phase.items() if by_name[name] in placed}
     return graph.replace(phase=phase, waits=waits)
+
+
+def statements(graph: TrainGraph, memory: MemoryModel) -> list[fx.Node]:
+    """Return the nodes of ``graph``, the output's last, as they stand when its operators have the order of ``memory``.
+
+    Args:
+        graph: stays as it is.
+        memory: of ``graph``, in its present order or in another one that :func:`arrange` may give it.
+    """
+    order, nodes = [operator.node for operator in memory.operators], list(graph.graph.nodes)
+    at = {node: number for number, node in enumerate(nodes)}
+    if all(at[first] < at[second] for first, second in itertools.pairwise(order)):
+        return nodes
+    return [*_arranged(graph, order), output_node(graph.graph)]
+
+
+def _arranged(graph: TrainGraph, order: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """The nodes of ``graph``, but its output, with the operators in ``order``; as for :func:`arrange`."""
+    operator_names = {node.name for node in order}
+    placed: dict[fx.Node, None] = {n: None for n in graph.graph.nodes if n.op in ("placeholder", "get_attr")}
+    names = set(graph.saved)
+    saved = [node for node in graph.graph.nodes if node.name in names]
+    for node in order:
+        while saved and graph.phase[node.name] is not Phase.FORWARD:  # views too are made where forward hands them over
+            _place(saved.pop(0), operator_names, placed)
+        _place(node, operator_names, placed)
+        for user in node.users:
+            if user.target is operator.getitem:
+                placed[user] = None
+    for argument in output_node(graph.graph).all_input_nodes:
+        _place(argument, operator_names, placed)
+    return placed
 
 
 def _standing(node: fx.Node, placed: Container[fx.Node]) -> fx.Node:

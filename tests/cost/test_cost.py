@@ -19,7 +19,6 @@ from roamc.cost import (
     flops,
     kind_of,
     load_profile,
-    objects,
     read_profile,
     seconds,
     shipped_names,
@@ -542,10 +541,3 @@ def test_views_and_picks_take_nothing() -> None:
     views = [node for node in operators(graph.graph) if ops.is_view(node.target)]
     assert views
     assert not any(workspace_bytes(node, 2) for node in views)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "tensors", "expected"), [(0, 0, 0), (1920, 0, 20), (1 << 30, 50, 256 << 10), (1 << 20, 364, 364 * 512)]
-)
-def test_objects_take_a_little(nbytes: int, tensors: int, expected: int) -> None:
-    assert objects(nbytes, tensors) == expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roamc.cost.workspace import OBJECT
+from roamc.cost.tensor_objects import OBJECT
 from tests.end_to_end.helpers import assert_same
 from tests.end_to_end.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from roamc import cost
 from roamc.cli.request import Request, mesh_of, picture, workload_of
 from roamc.frontends.workload import capture
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
-from roamc.graph.lifetimes import live_bytes, most_alive
+from roamc.graph.lifetimes import live_bytes
 from roamc.graph.memory import build_memory
 from roamc.report import text
 from roamc.report.explain import Explanation
@@ -56,7 +56,8 @@ def test_the_plans_numbers_are_counted_again(explained: Explanation) -> None:
     memory = build_memory(graph)
     live = eager_live_bytes(memory)
     most = int((live + cost.workspaces(memory.operators, plan.threads, eager=True)).max())
-    one = most + cost.objects(most, most_alive(*eager_lifetimes(memory), len(memory.operators)))
+    own = cost.tensor_objects(memory, list(graph.graph.nodes), *eager_lifetimes(memory)).peak()
+    one = most + cost.objects(most, own)
     assert plan.baseline_bytes == live.max() == explained.eager.live_bytes
     assert plan.baseline_needed_bytes == one + (IN_FLIGHT - 1) * (memory.saved_bytes + TOKENS)
     assert plan.budget_bytes == int(0.7 * plan.baseline_needed_bytes) >= plan.needed_bytes

@@ -138,6 +138,26 @@ def _gan(model: type[GAN], critic: Any, **more: Any) -> Stranger:
     return Stranger(model, points, critic, part("judge"), more=((generator, part("make")),), **more)
 
 
+class Cells(nn.Module):
+    """A cell that is called step by step on what a recurrent layer gives: many small tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(53, 19), nn.GRU(19, 23, 2, bidirectional=True, batch_first=True)
+        self.cell, self.head = nn.LSTMCell(46, 31), nn.Linear(31, 53)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, state, results = self.layer(self.embed(x))[0], None, []
+        for at in range(hidden.shape[1]):
+            state = self.cell(hidden[:, at], state)
+            results.append(state[0])
+        return self.head(torch.stack(results, 1))
+
+
+def next_number(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+
+
 LOOPS: dict[str, Stranger] = {
     "gan": _gan(GAN, critic_of_gan),
     "gan_gp": _gan(Penalised, critic_of_penalised, limits={"optimize": DOUBLE, "compile": DOUBLE}),
@@ -145,4 +165,5 @@ LOOPS: dict[str, Stranger] = {
     "byol": Stranger(BYOL, lambda: (torch.randn(64, 32),), byol, sgd, after=average),
     "accum": Stranger(lambda: mlp(32, 64, 64, 10), micro_batches, accumulated, adamw, after=cosine, clip=1.0),
     "changes": Stranger(Averaged, labelled(64, 32), classes, sgd, after=changes),
+    "cells": Stranger(Cells, lambda: (torch.randint(0, 53, (3, 5)),), next_number),
 }

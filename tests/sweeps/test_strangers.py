@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+import re
+import shutil
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.sweeps import strangers_compare
+from benchmarks._measure import counter_library
+from tests.sweeps import pool, strangers_compare
+from tests.sweeps.run_strangers import work
 from tests.sweeps.strangers_compare import BUDGETS, GOOD, ROUTES, STRANGERS, Run, judge
 
 WAYS = list(itertools.product(ROUTES, BUDGETS))
@@ -27,6 +33,15 @@ def fresh_dynamo() -> Iterator[None]:
 def test_bits_of_torch_within_the_plan_or_a_named_limit(name: str, way: tuple[str, str | None]) -> None:
     verdict = judge(name, *way)
     assert verdict.outcome in GOOD, verdict
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="the heap counter needs a C compiler")
+def test_objects_of_many_small_tensors_are_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", str(counter_library()))
+    ((*_, row),) = pool.run(functools.partial(work, [("train_step", "min")]), ["cells"], 1)
+    assert row["outcome"] == "same", row
+    peak, needed = (int(re.findall(rf"{word} \[(\d+)\]", row["text"])[0]) for word in ("peak", "needed"))
+    assert peak <= needed
 
 
 def test_other_bits_and_more_memory_are_found() -> None:
