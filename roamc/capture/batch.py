@@ -172,6 +172,26 @@ def describe(leaf: Any, seen: python_keys.Seen | None = None) -> object:
     return python_keys.of_argument(leaf, seen or python_keys.Seen())
 
 
+def check_dense(tensor: torch.Tensor) -> None:
+    """Refuse a nested or quantized tensor, or one that is not strided (sparse, mkldnn).
+
+    Raises:
+        CaptureError: says what to use instead.
+    """
+    if tensor.is_nested:
+        raise CaptureError(
+            "train_step cannot plan a nested (jagged) tensor; pad it, by torch.nested.to_padded_tensor, and pass a mask"
+        )
+    if tensor.is_quantized:
+        raise CaptureError(
+            f"train_step cannot plan a quantized tensor ({tensor.dtype}); call its .dequantize() before the step"
+        )
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"train_step cannot plan a tensor of layout {tensor.layout}; call its .to_dense() before the step"
+        )
+
+
 def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return (shape, strides in elements, dtype, device, whether it requires a gradient) of ``tensor``; hashable.
 
@@ -186,14 +206,7 @@ def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
             "the model has lazy parameters, whose shapes are not known yet; call it once on a batch, under "
             "torch.no_grad(), before the first step"
         )
-    if tensor.is_nested:
-        raise CaptureError(
-            "train_step cannot plan a nested (jagged) tensor; pad it, by torch.nested.to_padded_tensor, and pass a mask"
-        )
-    if tensor.is_quantized:
-        raise CaptureError(f"train_step cannot plan a quantized tensor ({tensor.dtype}); pass its .dequantize()")
-    if tensor.layout is not torch.strided:
-        raise CaptureError(f"train_step cannot plan a tensor of layout {tensor.layout}; pass its .to_dense()")
+    check_dense(tensor)
     whole = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
     return (*whole, placement_of(tensor)) if is_dtensor(tensor) else whole
 

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from roamc import compat, compat_hooks, notices
+from roamc.capture.batch import check_dense
 from roamc.compat import identity
 from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
@@ -42,12 +43,21 @@ class Closures(TorchFunctionMode):
         args = self._swapped(args)
         if func in _OF_MEMORY and type(args[0]) in (torch.Tensor, nn.Parameter):
             return getattr(torch.ops.aten.alias.default(args[0]), func.__name__)(*args[1:], **kwargs or {})
+        if getattr(func, "__name__", "") != "__get__":  # of a property, such as is_sparse
+            _check_dense((args, kwargs))
         return func(*args, **self._swapped(kwargs or {}))
 
     def _swapped(self, value: Any) -> Any:
         leaves, spec = compat.flatten(value)
         swapped = [self.traced.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return compat.unflatten(swapped, spec)
+
+
+def _check_dense(arguments: Any) -> None:
+    """Refuse real tensors among ``arguments`` that no plan takes."""
+    for leaf in compat.flatten(arguments)[0]:
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, compat.FakeTensor):
+            check_dense(leaf)
 
 
 _OF_MEMORY = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)

@@ -9,11 +9,10 @@ State of the optimizer has storages of its own there, too.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -51,28 +50,24 @@ def sharing(tensors: Iterable[torch.Tensor], alone: Iterable[torch.Tensor] = ())
 
 
 def shared_key(
-    kept: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer
+    kept: Sequence[torch.Tensor], others: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[object, ...]:
     """Return which tensors of a step share memory, hashable: a step with another key is another program.
 
     Args:
         kept: parameters and buffers.
-        batch: tensors of the batch.
+        others: tensors of the batch, and constants of a program.
         optimizer: has state with elements of its own, or is refused by :func:`check_state` when a program is made.
 
     Returns:
-        The groups of :func:`sharing`, and of these the pairs with a batch tensor that may have an element in common.
+        The groups of :func:`sharing`, and of these the pairs with one of ``others`` that may have an element in common.
     """
-    tensors = (*kept, *batch)
+    tensors = (*kept, *others)
     state = (value for own in optimizer.state.values() for value in own.values() if isinstance(value, torch.Tensor))
     groups = sharing(tensors, state)
-    of_batch = ((group, place) for group in groups for place in group if len(kept) <= place < len(tensors))
-    return groups, tuple(
-        (first, second)
-        for group, second in of_batch
-        for first in group
-        if first < second and may_overlap(tensors[first], tensors[second])
-    )
+    inside = ([place for place in group if place < len(tensors)] for group in groups)
+    mixed = (group for group in inside if group and group[-1] >= len(kept))
+    return groups, tuple(sorted(pair for group in mixed for pair in _overlapping(tensors, group, len(kept))))
 
 
 def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: dict[Source, torch.Tensor]) -> None:
@@ -97,10 +92,10 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: dict[Sou
     live_sources = [source for source in (*fed.values(), *dict.fromkeys(constants.values())) if source in tensors]
     for group in sharing(tensors[source] for source in live_sources):
         members = sorted((live_sources[position] for position in group), key=lambda source: _RANKS.index(source.kind))
-        for mine, other in itertools.combinations(members, 2):
+        for first, second in _overlapping([tensors[source] for source in members], range(len(members))):
+            mine, other = members[first], members[second]
             unknown = mine.kind == "batch" or identity(part_of(tensors[mine])) != identity(part_of(tensors[other]))
-            may_clash = unknown and not written.isdisjoint((mine, other))
-            if may_clash and may_overlap(tensors[mine], tensors[other]):
+            if unknown and not written.isdisjoint((mine, other)):
                 raise CaptureError(
                     f"{_words(mine, tensors)} shares memory with {_words(other, tensors)}, and the step writes there; "
                     + ("pass its .detach().clone()" if mine.kind == "batch" else "give one of them a .clone()")
@@ -109,6 +104,22 @@ def check_shared(graph: TrainGraph, sources: Sequence[Source], tensors: dict[Sou
 
 _RANKS = ("batch", "constant", "buffer", "parameter")
 """Kinds of sources, in the order in which a message names one as sharing the memory of another."""
+
+
+def _overlapping(tensors: Sequence[torch.Tensor], group: Iterable[int], least: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the pairs, lower position first, of ``group`` in ``tensors`` that may have an element in common.
+
+    Pairs of which both positions are below ``least`` are left out. The time grows with the pairs of which one begins
+    inside the other, not with all pairs.
+    """
+    earlier: list[tuple[int, int]] = []
+    for start, end, place in sorted((*_extent(tensors[place]), place) for place in group):
+        earlier = [(last, other) for last, other in earlier if start < last]
+        for _, other in earlier:
+            first, second = sorted((other, place))
+            if second >= least and may_overlap(tensors[first], tensors[second]):
+                yield first, second
+        earlier.append((end, place))
 
 
 def may_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from roamc import compat
+from roamc.capture.batch import geometry
 from roamc.capture.optimizers import Rule, check_state, init_state
+from roamc.capture.shared import shared_key
 from roamc.capture.step import CapturedStep, Cohort, check_devices, cohort_of
 from roamc.capture.step_trace import StepRequest
 from roamc.compat_dtensor import is_dtensor, part_of
@@ -38,6 +40,8 @@ class BoundStep:
     Attributes:
         rule, whole, plan, model, optimizer: as given.
         constants: (tensor, whether tracing has made it anew) of each constant of the graph, in the graph's order.
+        outside: constants that the user has as well, who may give them other memory, as ``.data =`` does.
+        places: what :meth:`_places` has returned for the batch that was captured.
         sources: where each argument of the program comes from, as in :class:`CapturedStep`.
         cohort: name of a parameter to the number of the parameters that are updated with the same numbers.
         group: name of a parameter to its parameter group in the optimizer.
@@ -52,6 +56,7 @@ class BoundStep:
         self.whole = whole
         self.plan = plan
         self.constants = _constants(captured.graph)
+        self.outside = [tensor for tensor, fresh in self.constants if not fresh]
         self.model = request.model
         self.optimizer = request.optimizer
         self.sources = captured.sources
@@ -62,6 +67,7 @@ class BoundStep:
         self.parameters = _slots(request.model, "_parameters")
         self.buffers = _slots(request.model, "_buffers")
         self.has_parts = any(map(is_dtensor, (*self.held().values(), *request.leaves)))
+        self.places = self._places(request.leaves)
 
     def serves(self, captured: CapturedStep, mark: str) -> bool:
         """Whether this program also runs ``captured``, a step captured anew whose graph has the fingerprint ``mark``.
@@ -79,12 +85,21 @@ class BoundStep:
         )
 
     def answers(self, leaves: Sequence[Any]) -> bool:
-        """Whether what tracing has asked of batch and buffers has the same answers for ``leaves``, the batch."""
+        """Whether this program serves the batch ``leaves``: what tracing has asked of tensors has the same answers."""
+        if self._places(leaves) != self.places:
+            return False
         if not self.questions:
             return True
         batch = {f"batch[{index}]": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         tensors = {name: part_of(tensor) for name, tensor in {**self.held(), **batch}.items()}
         return all(question.ask(tensors) for question in self.questions)
+
+    def _places(self, leaves: Sequence[Any]) -> tuple[object, ...]:
+        """Return how the constants outside lie in memory now, and what shares it; ``leaves`` are the batch."""
+        if not self.outside:
+            return ()
+        others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return *map(geometry, self.outside), shared_key([*self.held().values()], others + self.outside, self.optimizer)
 
     def held(self) -> dict[str, torch.Tensor]:
         """Return the model's parameters and buffers as they are now, by name."""

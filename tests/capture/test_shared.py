@@ -237,6 +237,66 @@ def test_a_module_and_its_parameters_exchanged_in_model_and_optimizer() -> None:
     assert_same(state_of(optimizer), state_of(reference))
 
 
+def of_a_parameter(model: Any, held: Tensor) -> None:
+    held.data = model.second.weight.data
+
+
+def of_a_buffer(model: Any, held: Tensor) -> None:
+    held.data = model.count
+
+
+def of_the_same_array(model: Any, held: Tensor) -> None:
+    of_one_array(model.second.weight, held)
+
+
+def as_another(model: Any, held: Tensor) -> None:
+    held.set_(model.second.weight.detach().t())
+
+
+@pytest.mark.parametrize("share", [of_a_parameter, of_a_buffer, of_the_same_array, as_another])
+def test_a_tensor_of_the_loss_that_comes_to_share_what_the_step_writes(share: Callable[[Any, Tensor], None]) -> None:
+    model, held = built(), noise(8, 8)
+    step = roamc.train_step(model, lambda m, x: m(x @ held).square().mean(), sgd(model), strict=True)
+    step(noise(4, 8))
+    share(model, held)
+    before = copy.deepcopy(tensors_of(model))
+    with pytest.raises(roamc.CaptureError, match=r"memory.*clone"):
+        step(noise(4, 8))
+    assert_same(tensors_of(model), before)
+
+
+def test_a_tensor_of_the_loss_that_comes_to_share_with_optimizer_state() -> None:
+    model, optimizer = with_state(lambda *_: None)
+    held = noise(8, 8)
+    step = roamc.train_step(model, lambda m, x: m(x @ held).square().mean(), optimizer, strict=True)
+    step(noise(4, 8))
+    held.data = optimizer.state[model.second.weight]["exp_avg"]
+    with pytest.raises(roamc.CaptureError, match=r"optimizer's state shares memory with .*clone"):
+        step(noise(4, 8))
+
+
+def test_a_tensor_of_the_loss_that_gets_other_strides() -> None:
+    model, held = built(), noise(8, 8)
+    twin, other = copy.deepcopy(model), noise(8, 8)
+    step = roamc.train_step(model, lambda m, x: (m(x) * held.reshape(-1)[3:11]).mean(), sgd(model), strict=True)
+    reference = sgd(twin)
+    for number in range(3):
+        if number == 1:
+            held.data, other.data = noise(8, 8, seed=1).t(), noise(8, 8, seed=1).t()
+        theirs = eager_step(twin, lambda m, x: (m(x) * other.reshape(-1)[3:11]).mean(), reference, noise(4, 8))
+        assert_same(step(noise(4, 8)), theirs)
+        assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
+
+
+def test_a_tensor_of_the_loss_that_stays_or_gets_memory_of_its_own_needs_one_plan() -> None:
+    model, held = built(), noise(8, 8)
+    step = roamc.train_step(model, lambda m, x: m(x @ held).square().mean(), sgd(model), strict=True)
+    for seed in range(3):
+        held.data = noise(8, 8, seed=seed)
+        step(noise(4, 8))
+    assert len(step._steps) == 1
+
+
 APART: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "every other row": (lambda x: x[::2, :8], lambda x: x[1::2, :8]),
     "halves": (lambda x: x[:8, :8], lambda x: x[8:, :8]),

@@ -49,3 +49,17 @@ def test_tensors_that_are_not_dense() -> None:
     refused(lambda: step(torch.eye(8).to_sparse()), roamc.CaptureError, "layout torch.sparse_coo", ".to_dense()")
     model.register_buffer("adjacency", torch.eye(4).to_sparse())
     refused(lambda: step(X), roamc.CaptureError, "layout torch.sparse_coo", ".to_dense()")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Sparse CSR tensor")
+def test_tensors_of_the_loss_that_are_not_dense() -> None:
+    held = {
+        "layout torch.sparse_coo": (torch.eye(4).to_sparse(), ".to_dense()"),
+        "layout torch.sparse_csr": (torch.eye(4).to_sparse_csr(), ".to_dense()"),
+        "quantized": (torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), ".dequantize()"),
+    }
+    for words, (other, advice) in held.items():
+        model = net()
+        step = roamc.train_step(model, lambda m, x, other=other: (other.is_sparse + other @ m(x)).sum(), sgd(model))
+        for run in (step, step.plan):
+            refused(lambda run=run: run(X), roamc.CaptureError, words, advice)
