@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from roamc.compat import (
     checkpoints_followed,
@@ -286,6 +287,13 @@ def static_inputs() -> tuple[int, ...]:
     context = TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
     return tuple(getattr(metadata, "static_input_indices", None) or ())
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Within this context, operators run as outside of AOTAutograd: no mode of its trace sees them."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
 
 
 def donate_nothing() -> None:

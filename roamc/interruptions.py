@@ -14,7 +14,7 @@ import inspect
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any
 
@@ -67,28 +67,27 @@ def came_from_elsewhere(error: BaseException, program: str, kernels: str) -> boo
 
 
 @contextlib.contextmanager
-def uninterrupted(done: str, waits: int | None = None) -> Iterator[Callable[[], None]]:
+def uninterrupted(done: str, traces: bool = False) -> Iterator[HeldSignals]:
     """Let what runs inside end before handlers of signals run, Ctrl-C's among them.
 
-    A step cut short would leave some parameters updated, and torch may end the process where an exception comes out
-    of Python code that it calls while it traces. However often a signal came meanwhile, its handler runs once.
+    A step cut short would leave some parameters updated. While torch traces, a handler would compute with what stands
+    for tensors there, and the process may end where an exception comes out of Python code that torch calls. However
+    often a signal came meanwhile, its handler runs once.
 
     Args:
         done: what has happened if what runs inside has ended; a note to the error of a handler that raises then.
-        waits: how often a signal has to wait; one more takes effect at once, as it may hang inside. None: always.
-            Those of :data:`TIMERS` always wait: the next one comes whether or not anything hangs.
+        traces: whether torch traces inside, which may hang: Python's own handler of Ctrl-C, which only raises, then
+            waits once and takes effect the next time.
 
     Yields:
-        A function that lets each signal wait once more only: call it before code of the user's that may hang.
+        The signals that wait, which code inside may let through.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    signals = _Signals(waits)
+    own = threading.current_thread() is threading.main_thread()  # Python calls handlers in that thread only
+    signals = HeldSignals(traces, _NUMBERS if own else ())
     ended = False
     try:
         signals.hold_back()
-        yield signals.wait_once
+        yield signals
         ended = True
     finally:
         try:
@@ -99,28 +98,43 @@ def uninterrupted(done: str, waits: int | None = None) -> Iterator[Callable[[], 
             raise
 
 
-class _Signals:
+class HeldSignals:
     """The signals that have a handler written in Python, and those of them that wait.
 
     Args:
-        waits: how often a signal has to wait, as for :func:`uninterrupted`.
+        traces: as for :func:`uninterrupted`.
+        numbers: the signals that may have one.
     """
 
-    def __init__(self, waits: int | None) -> None:
-        self._waits = waits
-        every = ((number, _signal.getsignal(number)) for number in _NUMBERS)
+    def __init__(self, traces: bool, numbers: Sequence[int]) -> None:
+        self._traces = traces
+        self._waits_once = False
+        every = ((number, _signal.getsignal(number)) for number in numbers)
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {n: h for n, h in every if callable(h)}
-        self._holds = True
+        self._holds = False
         self._came: Counter[int] = Counter()
         self._pending: dict[int, FrameType | None] = {}
 
     def hold_back(self) -> None:
-        for number in self._handlers:
-            signal.signal(number, self._hold)
+        """Put other handlers in the place of those of the signals, which note that one came."""
+        self._holds = True
+        for number, handler in self._handlers.items():
+            if _signal.getsignal(number) == handler:  # else what was let through has set another
+                signal.signal(number, self._hold)
 
     def wait_once(self) -> None:
+        """Let each signal wait once more only, but those of :data:`TIMERS`: for code of the user's that may hang."""
         self._came.clear()
-        self._waits = 1
+        self._waits_once = True
+
+    @contextlib.contextmanager
+    def let_through(self) -> Iterator[None]:
+        """Within this context handlers run at once, those first whose signals came before."""
+        try:
+            self.let_go()
+            yield
+        finally:
+            self.hold_back()
 
     def let_go(self) -> None:
         """Put the handlers back and run those whose signals came; each runs, whether or not one before it raises."""
@@ -130,7 +144,8 @@ class _Signals:
                 if _signal.getsignal(number) == self._hold:  # else what ran inside has set another
                     signal.signal(number, handler)
         finally:
-            self._run(list(self._pending.items()))
+            pending, self._pending = list(self._pending.items()), {}
+            self._run(pending)
 
     def _run(self, pending: list[tuple[int, FrameType | None]]) -> None:
         if pending:
@@ -142,13 +157,17 @@ class _Signals:
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         self._came[number] += 1
-        waits = self._waits is None or number in TIMERS or self._came[number] <= self._waits
-        if self._holds and waits:
+        if self._holds and (self._came[number] == 1 or not self._takes_effect(number)):
             self._pending.setdefault(number, frame)
         else:
             self._came[number] = 0
             self._pending.pop(number, None)
             self._handlers[number](number, frame)
+
+    def _takes_effect(self, number: int) -> bool:
+        """Whether a signal that waits already takes effect if it comes again."""
+        only_raises = self._traces and self._handlers[number] is signal.default_int_handler
+        return only_raises or (self._waits_once and number not in TIMERS)
 
 
 def _takes_a_frame(frame: FrameType) -> bool:

@@ -66,34 +66,57 @@ def test_a_handler_runs_though_what_it_waited_for_fails(heard: list[int]) -> Non
     assert not hasattr(caught.value, "__notes__")  # not all is done
 
 
-def test_one_more_than_may_wait_takes_effect_at_once(heard: list[int]) -> None:
-    with pytest.raises(Came), uninterrupted("all is done", waits=1):  # noqa: PT012
+def test_only_pythons_own_handler_takes_effect_in_a_trace(heard: list[int]) -> None:
+    installed = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(Came), uninterrupted("all is done", traces=True):  # noqa: PT012
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert heard == []
+    assert heard == [signal.SIGTERM]
+    signal.signal(signal.SIGINT, installed)
+
+
+def test_what_is_let_through_runs_at_once(heard: list[int]) -> None:
+    def another(number: int, frame: FrameType | None) -> None:
+        heard.append(-number)
+
+    before = signal.getsignal(signal.SIGALRM)
+    with uninterrupted("all is done") as signals:
         signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGTERM)
-        assert heard == []
-        signal.raise_signal(signal.SIGTERM)
-        raise AssertionError
-    assert heard == [signal.SIGTERM, signal.SIGUSR1]
-
-
-def test_signals_of_a_timer_always_wait(heard: list[int]) -> None:
-    with pytest.raises(Came), uninterrupted("all is done", waits=1):  # noqa: PT012
-        for _ in range(5):
-            signal.raise_signal(signal.SIGALRM)
-        assert heard == []
-    assert heard == [signal.SIGALRM]
+        with signals.let_through():
+            assert heard == [signal.SIGUSR1]
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == [signal.SIGUSR1] * 2
+            signal.signal(signal.SIGALRM, another)
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGALRM)
+        assert heard == [signal.SIGUSR1] * 2 + [-signal.SIGALRM]
+    assert signal.signal(signal.SIGALRM, before) is another
+    assert heard == [signal.SIGUSR1] * 2 + [-signal.SIGALRM, signal.SIGUSR1]
 
 
 def test_one_more_that_comes_in_code_of_the_user_takes_effect_at_once(heard: list[int]) -> None:
-    with pytest.raises(Came), uninterrupted("all is done") as wait_once:  # noqa: PT012
+    with pytest.raises(Came), uninterrupted("all is done") as signals:  # noqa: PT012
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
-        wait_once()
+        signals.wait_once()
         signal.raise_signal(signal.SIGTERM)
         assert heard == []
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError
     assert heard == [signal.SIGTERM]
+
+
+def test_signals_of_a_timer_wait_in_code_of_the_user_as_well(heard: list[int]) -> None:
+    with pytest.raises(Came), uninterrupted("all is done") as signals:  # noqa: PT012
+        signals.wait_once()
+        for _ in range(5):
+            signal.raise_signal(signal.SIGALRM)
+        assert heard == []
+    assert heard == [signal.SIGALRM]
 
 
 def test_a_handler_that_is_set_inside_stays(heard: list[int]) -> None:

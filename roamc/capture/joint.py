@@ -65,7 +65,7 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         return model(*args, **kwargs)
 
     with (
-        uninterrupted(TRACED, waits=1),
+        uninterrupted(TRACED, traces=True),
         recurrent.decomposed(),
         compat_dynamo.unchecked_distributions(),
         compat_aot.writes_marked(WROTE_OVER),

@@ -32,7 +32,7 @@ from roamc.frontends.planned_again import PlannedAgain
 from roamc.frontends.record import REMEMBERED, Record
 from roamc.graph import TrainGraph
 from roamc.graph.memory import WROTE_OVER
-from roamc.interruptions import interruption
+from roamc.interruptions import TRACED, HeldSignals, interruption, uninterrupted
 from roamc.notices import lost_budget, reason_of, warn_of_failure
 from roamc.options import Options
 from roamc.planning import together
@@ -416,6 +416,7 @@ class _Unit:
         self.pair: Pair | None = None
         self.program: Pair | Whole | None = None
         self._groups: list[object] = []
+        self._signals = HeldSignals(traces=True, numbers=())
         self.notes = (f"torch.compile splits the model at {job.split}; each piece has a plan",) if job.split else ()
 
     def forget(self) -> None:
@@ -431,7 +432,11 @@ class _Unit:
             forward=self.forward, backward=self.backward, inference=self.inference, partition=self.partition
         )
         try:
-            with recurrent.decomposed(), compat_aot.writes_marked(WROTE_OVER):
+            with (
+                uninterrupted(TRACED, traces=True) as self._signals,
+                recurrent.decomposed(),
+                compat_aot.writes_marked(WROTE_OVER),
+            ):
                 compiled: Callable[..., Any] = backend(gm, inputs)
         except (RoamcError, compat_dynamo.DynamoError) as error:
             exchange.give_up(error, self.job.record.shared_groups)
@@ -538,9 +543,13 @@ class _Unit:
         LATEST.append(program.executable.planned.plan)
 
     def _guarded(self, plan: Callable[[], Any]) -> Any:
-        """Run ``plan``; if it fails, warn once and give None, unless the options or the user's budget are at fault."""
+        """Run ``plan``; if it fails, warn once and give None, unless the options or the user's budget are at fault.
+
+        Planning may take minutes. Handlers of signals run at once meanwhile, and outside of the modes of the trace.
+        """
         try:
-            return plan()
+            with compat_aot.outside(), self._signals.let_through():
+                return plan()
         except Exception as error:  # law 8: whatever fails in here, training goes on
             self.job.fall_back(self.job.explained(error), "torch's aot_eager")
             return None

@@ -129,14 +129,14 @@ class BoundStep:
         if self.has_parts:  # the program gets parts, which do not say of what
             for name, group in self.group.items():
                 check_state(self.optimizer, self.rule, name, live[name], self.optimizer.param_groups[group])
-        with uninterrupted(STEP_DONE) as wait_once:  # outermost, so that handlers run in the caller's modes
+        with uninterrupted(STEP_DONE) as signals:  # outermost, so that handlers run in the caller's modes
             with torch.no_grad(), _no_autocast(), self._with_state(live), self._counted(live):
                 loss, *gradients = self.whole(self._arguments(leaves, live, cohorts))
                 _accumulate([leaves[index] for index in self.handed], gradients)
             if self.has_parts:  # the program has written to the parts alone
                 torch.autograd.graph.increment_version([live[name] for name in self.cohort])
             compat.note_optimizer_step(self.optimizer)
-            wait_once()
+            signals.wait_once()
             after()
         result: torch.Tensor = loss
         return result

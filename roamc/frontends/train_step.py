@@ -479,7 +479,7 @@ def _captured(request: StepRequest) -> tuple[CapturedStep, python_state.Reads, S
     start = time.perf_counter()
     try:
         modules = tuple(request.model.modules())
-        with uninterrupted(TRACED, waits=1), _capturing(), python_state.followed(modules) as reads:
+        with uninterrupted(TRACED, traces=True), _capturing(), python_state.followed(modules) as reads:
             captured = capture_step(request)
         attributes.check_carried(request.model, captured.changes, reads)
     except Exception as error:

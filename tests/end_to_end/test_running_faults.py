@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import signal
 import warnings
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -431,17 +432,39 @@ def test_post_hooks_of_a_whole_step_run_before_a_handler_that_raises(faults: Fau
     assert calls == [0, 1]
 
 
-def test_a_timer_whose_handler_computes_while_a_step_is_traced() -> None:
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGUSR1, signal.SIGINT])
+def test_a_handler_that_computes_while_a_step_is_traced(number: int) -> None:
     class Timed(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(3):
-                signal.raise_signal(signal.SIGALRM)
+                signal.raise_signal(number)
             return super().forward(x)
 
     model, sums = Timed(8, 8), list[float]()
-    with handled_by(lambda *_: sums.append(float(model.weight.detach().sum())), signal.SIGALRM):
+    with handled_by(lambda *_: sums.append(float(model.weight.detach().sum())), number):
         roamc.train_step(model, square, sgd(model), strict=True)(noise(4, 8))
     assert len(sums) == 1
+
+
+def test_a_handler_that_computes_while_a_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes at every seventh node that torch's trace or a pass of roamc makes."""
+    model, makes, sums = network(), fx.Graph.create_node, list[Tensor]()
+    expected = model[0].weight.detach().sum()
+    nodes = itertools.count()
+
+    def create_node(*args: Any, **how: Any) -> fx.Node:
+        if next(nodes) % 7 == 6:
+            signal.raise_signal(signal.SIGUSR1)
+        return makes(*args, **how)
+
+    with monkeypatch.context() as patch, handled_by(lambda *_: sums.append(model[0].weight.sum().detach())):
+        patch.setattr(fx.Graph, "create_node", create_node)
+        compiled = roamc.optimize(copy.deepcopy(model), strict=True)
+        got = run_backward(compiled, square, (noise(4, 8),))
+    assert len(sums) > 2
+    for each in sums:
+        assert_same(each, expected)
+    assert_same(got, run_backward(aot_eager(model), square, (noise(4, 8),)))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
