@@ -99,11 +99,14 @@ SYNCHRONOUS = frozenset(finished._schema.name for finished in (*FINISHED.values(
 def rule(target: Target) -> OpRule:
     """Return what is known of ``target``: an overload, a composite, ``getitem``, a higher-order operator or a function.
 
-    Of a function, or a higher-order operator, the rule says that it may draw, keeps its place and must not run again.
+    Of a function, a higher-order operator, or the name of an input or constant, the rule says that it may draw, keeps
+    its place and must not run again.
     """
     cached = RULES.get(id(target))
     if cached is not None:
         return cached[1]
+    if isinstance(target, str):  # each graph has strings of its own: one rule for all, or each would stay in the table
+        return OF_NAMES
     if isinstance(target, Composite):
         own: OpRule = target.rule
         return own
@@ -114,6 +117,10 @@ RULES: dict[int, tuple[Target, OpRule]] = {}
 """Identity of each target that was asked for, and is no composite, to the target and its rule.
 
 A dict of targets would be slow: planning asks some 100,000 times, and torch hashes an overload by its name."""
+
+
+OF_NAMES = OpRule(unknown=True, ordered=True, recomputable=False, cost=UNKNOWN_COST)
+"""The rule of a target that names an input or a constant."""
 
 
 def _single_rule(target: Target) -> OpRule:
