@@ -12,7 +12,7 @@ from roamc.cost import workspaces
 from roamc.errors import BudgetError
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.lifetimes import lifetimes, sizes, timeline
-from roamc.graph.memory import build_memory, input_bytes
+from roamc.graph.memory import Place, Storage, build_memory, input_bytes
 from roamc.operators.fused import Fused
 from roamc.passes import layout, reorder, retain
 from roamc.planning import other_orders
@@ -140,7 +140,12 @@ def _largest(graph: TrainGraph, count: int = 3) -> str:
     own = workspaces(memory.operators, graph.threads)
     step = int((timeline(sizes(memory.counted), born, dead, len(memory.operators)) + own).argmax())
     alive = [s for s, first, end in zip(memory.counted, born, dead, strict=True) if first <= step < end]
-    parts = [(storage.name, storage.nbytes) for storage in alive]
+    parts = [(_name(storage), storage.nbytes) for storage in alive]
     parts.append((f"workspace of {memory.operators[step].node.name}", int(own[step])))
     parts.sort(key=lambda part: -part[1])
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts[:count])
+
+
+def _name(storage: Storage) -> str:
+    """The name of a storage; of a gradient that the caller hands in, which no line of the model makes, what it is."""
+    return f"{storage.name} (the gradient of an output)" if storage.place is Place.TANGENT else storage.name

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import roamc
 from roamc.errors import REQUIRED, BudgetError, OptionError, VerifyError
 from roamc.graph import TrainGraph
 from roamc.graph.eager_memory import eager_live_bytes
@@ -139,6 +140,8 @@ def test_budget_that_nothing_keeps_names_need_and_what_lives_there() -> None:
     assert f"({caught.value.plan.needed_bytes} bytes)" in said
     assert re.search(r"NanoGPT needs [\d.]+ [kM]B .* above memory_budget=1 kB, with as much recomputation", said)
     assert re.search(r"largest storages at that step: [\w ]+ [\d.]+ kB, .*\. Raise the budget", said)
+    with pytest.raises(BudgetError, match=r"tangents_1 \(the gradient of an output\) [\d.]+ kB"):
+        roamc.plan(torch.nn.Linear(8, 500), torch.randn(4, 8), memory_budget=1000)
     needed = caught.value.plan.needed_bytes
     kept = search.run(model_graph("nanogpt", "step")[0], Options(memory_budget=needed)).plan
     assert kept.needed_bytes <= needed, "the smallest budget that was named would do"
