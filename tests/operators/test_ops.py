@@ -259,7 +259,7 @@ def test_mutated_keyword_argument_is_found() -> None:
 
 def test_names_of_inputs_and_constants_have_one_rule_and_stay_in_no_table() -> None:
     """Each graph has its own strings: rules kept for them would leak a kilobyte for each input of each trace."""
-    known = len(ops.RULES)
+    size = len(ops.RULES)
     for number in range(3):
         assert rule("".join(["arg", str(number)])).unknown
-    assert len(ops.RULES) == known
+    assert len(ops.RULES) == size
