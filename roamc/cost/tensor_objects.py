@@ -18,7 +18,7 @@ from torch import fx
 
 from roamc.graph import tensors_of
 from roamc.graph.lifetimes import timeline
-from roamc.graph.memory import Int64s, MemoryModel, Place, started_by
+from roamc.graph.memory import Int64s, MemoryModel, Place
 from roamc.units import Bytes
 
 LARGE_STEP: Bytes = 256 << 10
@@ -76,8 +76,8 @@ class TensorObjects:
         Args:
             inside: bool[k], which storages of ``memory.counted`` lie in the arena; None if there is none.
         """
-        made = True if inside is None else ~np.append(inside, False)[self.view_of]
-        return timeline(self.nbytes * made, self.born, self.dead, self.statements)
+        exists = True if inside is None else ~np.append(inside, False)[self.view_of]
+        return timeline(self.nbytes * exists, self.born, self.dead, self.statements)
 
     def peak(self, inside: npt.NDArray[np.bool_] | None = None) -> Bytes:
         """Return the most of :meth:`live`."""
@@ -109,8 +109,10 @@ def _views(memory: MemoryModel, at: dict[fx.Node, int], row: dict[int, int]) -> 
     operators = {operator.node for operator in memory.operators}
     last = dict(at)
     for node, number in at.items():
-        for reader in (node, started_by(node)):
-            last |= dict.fromkeys(reader.all_input_nodes if reader is not None else (), number)
+        last |= dict.fromkeys(node.all_input_nodes, number)
+    for start, wait in memory.ends.items():
+        for read in memory.operators[start].node.all_input_nodes:
+            last[read] = max(last[read], at[memory.operators[wait].node])
     for operator in reversed(memory.operators):
         place = None if operator.births else memory.owner.get((operator.node.name, 0))
         for argument in operator.node.all_input_nodes if place is not None else ():

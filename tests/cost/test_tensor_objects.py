@@ -85,14 +85,14 @@ def of_judge(graph: TrainGraph) -> dict[str, int]:
 def held(planned: Planned, inputs: Sequence[Any]) -> dict[str, int]:
     """Name of each node with a statement to the tensor objects that program and caller hold after it.
 
-    What the caller has given and what lies in the arena do not count.
+    What the caller has had before and what lies in the arena do not count.
     """
     graph = planned.graph
     runner = Pair(planned) if graph.boundary else Whole(planned)
     statements = runner.executable.program.statements
     of_line = {line: node for node, line in {node: line for line, (node, _) in sorted(statements.items())}.items()}
     fed = list(zip(inputs, graph.inputs, strict=True))
-    given = {id(value) for value, port in fed if port.role is not Role.TANGENT}
+    callers = {id(value) for value, port in fed if port.role is not Role.TANGENT}
     outputs: list[Any] = []
     counts: dict[str, int] = {}
     done: dict[FrameType, int] = {}
@@ -102,9 +102,8 @@ def held(planned: Planned, inputs: Sequence[Any]) -> dict[str, int]:
             return None
         if node := of_line.get(done.get(frame, 0)):
             arena = {*frame.f_code.co_freevars, "_"}
-            counts[node] = len(
-                objects_of([*outputs, *(value for name, value in frame.f_locals.items() if name not in arena)]) - given
-            )
+            local = [value for name, value in frame.f_locals.items() if name not in arena]
+            counts[node] = len(objects_of([*outputs, *local]) - callers)
         done[frame] = frame.f_lineno
         return trace
 

@@ -159,4 +159,4 @@ def test_a_budget_goes_before_the_price(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(layout, "EFFORT", dataclasses.replace(layout.EFFORT, trim=trim))
     free = layout.decide(model_graph("nanogpt-dropout", "joint")[0], Options())
     tight = layout.decide(model_graph("nanogpt-dropout", "joint")[0], Options(memory_budget=1))
-    assert tight.peak_bytes <= free.peak_bytes
+    assert tight.needed_bytes <= free.needed_bytes

@@ -26,19 +26,30 @@ FEW = 16
 WIDEST = 14
 """Columns of the widest window whose gradient oneDNN computes directly; for wider ones it makes a matrix of windows."""
 
+ONE_IMAGE = 20480
+"""Elements of one image up to which torch's own kernels convolve it in float32."""
+
 SMALL: Bytes = 32 << 10
 """Bytes that every convolution of oneDNN takes, and again for each thread: blocks of factors and of the result."""
 
 
-def _by_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN convolves tensors of ``dtype`` on this machine; others take torch's own kernels."""
-    return dtype is torch.float32 or (dtype in HALF and onednn_takes(dtype))
+def _by_onednn(image: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+    """Whether oneDNN convolves ``image`` on this machine; torch's own kernels take other dtypes, and one small image.
+
+    Torch's rule (``use_mkldnn``) on one image also asks whether there are several threads, only for windows of one
+    pixel. Those make no matrix of windows, so that what oneDNN takes is the upper end.
+    """
+    if image.dtype is not torch.float32:
+        return image.dtype in HALF and onednn_takes(image.dtype)
+    window = (1, *weight.shape[2:])[-2:]
+    small = image.shape[0] <= 1 and prod(image.shape[:4]) <= ONE_IMAGE and min(window) <= 3
+    return groups > 1 or not small or prod(weight.shape[2:]) == 1
 
 
 def forward(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``aten.convolution``."""
     image, weight = tensor_at(call, 0), tensor_at(call, 1)
-    if not _by_onednn(image.dtype):
+    if not _by_onednn(image, weight, call.args[8]):
         return _columns(weight, image if call.args[6] else result)
     again = weight.nbytes + SMALL
     if _channels_last(image):
@@ -49,16 +60,20 @@ def forward(call: Call, result: torch.Tensor) -> Bytes:
 def forward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of each thread in ``aten.convolution``.
 
-    Channels last and transposed: an image. A 1 x 1 convolution with strides: the pixels that it gathers of an image. In
-    torch's own kernel, transposed and in half precision: the matrix of windows of one image in float32.
+    Transposed and channels last: an image; else, with strides: an image and its result, in blocks. A 1 x 1 convolution
+    with strides: the pixels that it gathers of an image. In torch's own kernel, transposed and in half precision: the
+    matrix of windows of one image in float32.
     """
     image, weight, strides = tensor_at(call, 0), tensor_at(call, 1), prod(call.args[3])
-    if not _by_onednn(image.dtype):
+    if not _by_onednn(image, weight, call.args[8]):
         sums = is_half(image) and call.args[6] and not _channels_last(image)
         return 2 * _columns(weight, image) // max(1, image.shape[0]) if sums else 0
     of_image = image.nbytes // max(1, image.shape[0])
-    if _channels_last(image) or call.args[6]:
-        return SMALL + (of_image if _channels_last(image) and call.args[6] else 0)
+    if call.args[6]:
+        both = (_packed(image) + _packed(result)) // max(1, image.shape[0])
+        return SMALL + (of_image if _channels_last(image) else both if strides > 1 else 0)
+    if _channels_last(image):
+        return SMALL
     return SMALL + (of_image // strides if strides > 1 and prod(weight.shape[2:]) == 1 else 0)
 
 
@@ -81,7 +96,7 @@ def _transposed(image: torch.Tensor, result: torch.Tensor, strides: list[int]) -
 def backward(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``aten.convolution_backward``."""
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
-    if not _by_onednn(image.dtype):
+    if not _by_onednn(image, weight, call.args[-2]):
         return _backward_by_torch(gradient, image, weight, transposed=call.args[7], of_bias=call.args[-1][2])
     again = weight.nbytes * (1 if image.dtype is torch.float32 else 3) + SMALL
     if image.shape[1] < FEW and prod(weight.shape[2:]) > 1:
@@ -93,8 +108,6 @@ def backward(call: Call, result: torch.Tensor) -> Bytes:
         again += 0 if wide else _blocks(image)
     strided = any(step > 1 for step in call.args[4]) and (groups == 1 or not wide)
     most = _gradients(gradient, image, weight, transposed=call.args[7], of_image=call.args[-1][0] and not strided)
-    if wide and not (call.args[7] or strided or call.args[-1][1]) and prod(weight.shape[2:]) == 1:
-        most = max(most - image.nbytes, _blocks(image))  # the gradient's copy is freed when the result is put in order
     if strided and call.args[-1][0]:
         most = max(most, 2 * _blocked(image), _blocks(image, BLOCK // 2) + _blocks(gradient, BLOCK // 2))
     return most + again
@@ -122,7 +135,7 @@ def backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
     torch's own kernel, in half precision: one image's matrix of windows, and again in float32.
     """
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
-    if not _by_onednn(image.dtype):
+    if not _by_onednn(image, weight, call.args[-2]):
         sums = is_half(image) and not call.args[7] and not _channels_last(image)
         return 3 * _columns(weight, gradient) // max(1, image.shape[0]) if sums else 0
     of_image = (image.nbytes + gradient.nbytes) // max(1, image.shape[0])
