@@ -145,6 +145,16 @@ WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         (floats(1)[0], floats(512, 512).t(), floats(1)[0]),
         3 * MB + 4,
     ),
+    "one small image is convolved by a matrix of its windows": (
+        lambda x, w: aten.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        (floats(1, 16, 32, 32), floats(8, 16, 3, 3)),
+        16 * 9 * 32 * 32 * 4,
+    ),
+    "and so are its gradients": (
+        _gradients(8, 2),
+        (floats(1, 8, 32, 32), floats(1, 16, 32, 32), floats(8, 16, 3, 3)),
+        16 * 9 * 32 * 32 * 4,
+    ),
     "triangles of a batch with gaps are copied": (aten.triu, (floats(64, 96, 64)[:, :64],), MB),
     "a triangle with gaps is not": (aten.triu, (floats(64, 96)[:, :64],), 0),
     "powers of two": (aten.ldexp, (floats(512, 512), floats(512, 512)), MB),
@@ -423,6 +433,15 @@ def test_each_thread_takes_buffers(case: str, threads: int, threads_of_torch: No
     assert results is not None
     taken = max(live) - live[-1]
     assert 0.97 * said <= taken <= said + 1024
+
+
+def test_halves_that_onednn_does_not_convolve_sum_the_gradient_of_a_bias_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("roamc.operators.costs.convolutions.onednn_takes", lambda dtype: False)
+    gradient, image, weight = (floats(*shape).bfloat16() for shape in ((1, 64, 64, 64), (1, 1, 32, 32), (1, 64, 2, 2)))
+    turned = node_of(_gradients(64, 2, transposed=True), gradient, image, weight)
+    assert workspace_bytes(turned, 1) == 64 * 64 * 64 * 4
 
 
 def test_halves_that_onednn_does_not_convolve_have_windows_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
