@@ -159,11 +159,12 @@ class CaptureMode(FakeTensorMode):
 
 
 def _written_by(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operator that it writes to."""
+    """The dense tensors among the arguments of an operator that it writes to; sparse ones have no storage."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
+            tensors = (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
+            yield from (tensor for tensor in tensors if tensor.layout is torch.strided)
 
 
 def read_past(name: str) -> str:

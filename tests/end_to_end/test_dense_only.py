@@ -63,3 +63,9 @@ def test_tensors_of_the_loss_that_are_not_dense() -> None:
         step = roamc.train_step(model, lambda m, x, other=other: (other.is_sparse + other @ m(x)).sum(), sgd(model))
         for run in (step, step.plan):
             refused(lambda run=run: run(X), roamc.CaptureError, words, advice)
+
+
+def test_a_loss_that_makes_a_sparse_tensor() -> None:
+    model = net()
+    step = roamc.train_step(model, lambda m, x: m(x).to_sparse().to_dense().sum(), sgd(model))
+    refused(lambda: step(X), roamc.CaptureError, "makes a tensor of layout torch.sparse_coo", "dense ones only")
