@@ -121,6 +121,7 @@ def held(planned: Planned, inputs: Sequence[Any]) -> dict[str, int]:
                 runner.backward(args)
     finally:
         sys.settrace(before)
+        done.clear()  # frames hold arenas
     return counts
 
 
