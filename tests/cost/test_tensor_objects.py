@@ -21,6 +21,7 @@ from roamc.errors import VerifyError
 from roamc.graph import Phase, Role, TrainGraph
 from roamc.graph.memory import build_memory
 from roamc.graph.verify import storage_lives
+from roamc.operators.costs.others import NOTED
 from roamc.options import Options
 from roamc.passes.layout.placement import make_table
 from roamc.planning import layout_judge, search
@@ -181,7 +182,7 @@ def test_one_object_too_few_is_refused_by_name() -> None:
     graph = search.run(traced(rows_again, torch.ones(200, 2)), Options()).graph
     layout = graph.layout
     assert layout is not None
-    assert layout.needed_bytes == layout.peak_bytes + 201 * OBJECT
+    assert layout.needed_bytes == layout.peak_bytes + 201 * OBJECT + 200 * NOTED
     layout_judge.check_layout(graph)
     low = layout.needed_bytes - OBJECT
     with pytest.raises(VerifyError, match=f"{layout.needed_bytes} bytes at cat, above the {low} that"):

@@ -173,12 +173,13 @@ def _by_rows(tensor: torch.Tensor, dim: int, index: torch.Tensor, source: torch.
 def index_reduce(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``index_reduce``: 0, but for means.
 
-    A mean takes a tensor of ones as large as the source, their sums, as large as the result, and along the first
-    dimension four numbers for every index.
+    A mean takes a tensor of ones as large as the source, their sums, as large as the result, in 16 bits quotients in
+    float32, and along the first dimension four numbers for every index.
     """
     index, source = tensor_at(call, 2), tensor_at(call, 3)
     ordered = 4 * INDEX * index.numel() if call.args[1] % max(1, result.dim()) == 0 else 0
-    return result.nbytes + source.nbytes + ordered if call.args[4] == "mean" else 0
+    divided = result.numel() * torch.float32.itemsize if is_half(result) else 0
+    return result.nbytes + divided + source.nbytes + ordered if call.args[4] == "mean" else 0
 
 
 def masked_scatter_backward(call: Call, result: torch.Tensor) -> Bytes:

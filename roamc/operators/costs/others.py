@@ -15,6 +15,9 @@ from roamc.operators.kernels import piece_elements
 from roamc.operators.scores import BYTES_OF_A_LABEL
 from roamc.units import Bytes
 
+NOTED, NOTED_VIEW = 48, 272
+"""Bytes that ``cat`` and ``stack`` take for each tensor in their list, and for each that they read through a view."""
+
 FOURIER: Bytes = 104
 """Bytes that a Fourier transform takes for every element along the longest dimension that it transforms."""
 
@@ -90,6 +93,20 @@ def quotients(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of eager's backward of ``prod`` where no element is 0: quotients, or before them a mask and its sum."""
     mask_and_counts = result.numel() * (torch.bool.itemsize + torch.int64.itemsize)
     return max(result.nbytes, mask_and_counts - result.nbytes)
+
+
+def listed(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``cat`` and ``stack``: what they note of each tensor, and for a new last dimension a view of it."""
+    tensors, dim = len(call.args[0]), call.args[1] if len(call.args) > 1 else 0
+    if dim % max(1, result.dim()) + 1 < result.dim() or result.dim() == tensor_at(call, 0).dim():
+        return NOTED * tensors
+    return tensors * (NOTED_VIEW + (16 * result.dim() if result.dim() > 5 else 0))
+
+
+def around(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``normal``: numbers as many as the result's, if means or deviations are a tensor."""
+    name = getattr(call.target, "_overloadname", "")
+    return result.nbytes if name in ("Tensor_float", "float_Tensor", "Tensor_Tensor") else 0
 
 
 def fourier(call: Call, result: torch.Tensor) -> Bytes:

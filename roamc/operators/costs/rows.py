@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -141,7 +142,8 @@ ROWS: dict[str, Cost] = {
     "im2col": Cost("strided", read_as={0: plain}, eager_workspace=others.first_again),
     "roamc::counter_mask": Cost("pointwise", workspace=others.piece_of_a_mask, eager_workspace=others.piece_of_a_mask),
     # Random.
-    **dict.fromkeys(("bernoulli", "uniform", "normal", "exponential", "random"), _DRAW),
+    **dict.fromkeys(("bernoulli", "uniform", "exponential", "random"), _DRAW),
+    "normal": dataclasses.replace(_DRAW, workspace=others.around),
     **dict.fromkeys([f"{kind}_like" for kind in ("rand", "randn", "randint")], Cost("random", unread=(0,))),
     "multinomial": Cost("random", workspace=lookups.multinomial, thread_workspace=lookups.multinomial_per_thread),
     "native_dropout": Cost("random", eager_workspace=others.first_again),
@@ -198,6 +200,7 @@ ROWS: dict[str, Cost] = {
     ),
     **dict.fromkeys(("all", "any"), Cost("reduction", workspace=others.flags)),
     "histogram": Cost(thread_workspace=others.counts_per_thread),
+    **dict.fromkeys(("cat", "stack"), Cost("concatenation", workspace=others.listed)),
     "_chunk_cat": Cost("concatenation", workspace=others.padded_parts),
     "mode": Cost("scan", thread_workspace=lookups.counted_per_thread),
     "kthvalue": Cost("scan", workspace=lookups.kth_value),
@@ -308,7 +311,7 @@ ONLY_KIND: dict[str, str] = {
     "as_strided_scatter diagonal_backward _fused_adam _fused_adamw _fused_sgd mse_loss_backward l1_loss "
     "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward roamc::own_part roamc::own_classes "
     "roamc::own_indices roamc::own_seeds",
-    "concatenation": "cat stack constant_pad_nd split_with_sizes_copy",
+    "concatenation": "constant_pad_nd split_with_sizes_copy",
     "strided": "repeat flip repeat_interleave pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad3d "
     "replication_pad1d replication_pad3d as_strided_copy permute_copy transpose_copy t_copy "
     "expand_copy view_copy unfold_copy",
