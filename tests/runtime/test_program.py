@@ -161,6 +161,7 @@ def test_saved_tensor_outside_the_arena_is_written_over_only_if_nobody_reads_it_
         "arena_bytes": 0,
         "live_bytes": 0,
         "peak_bytes": 1 << 20,
+        "needed_bytes": 1 << 20,
     }
     over = {"overwrites": (("tanh_backward", 1),), "nbytes": 128}
     decisions = first.plan.decisions | {"reuse": over, "layout": layout}
