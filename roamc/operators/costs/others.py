@@ -18,6 +18,9 @@ from roamc.units import Bytes
 NOTED, NOTED_VIEW = 48, 272
 """Bytes that ``cat`` and ``stack`` take for each tensor in their list, and for each that they read through a view."""
 
+MANY = 64
+"""Tensors from which on a list counts as long."""
+
 FOURIER: Bytes = 104
 """Bytes that a Fourier transform takes for every element along the longest dimension that it transforms."""
 
@@ -96,8 +99,13 @@ def quotients(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def listed(call: Call, result: torch.Tensor) -> Bytes:
-    """Workspace of ``cat`` and ``stack``: what they note of each tensor, and for a new last dimension a view of it."""
+    """Workspace of ``cat`` and ``stack``: what they note of each tensor, and for a new last dimension a view of it.
+
+    It is 0 for short lists, whose notes are less than what is counted for objects of a step.
+    """
     tensors, dim = len(call.args[0]), call.args[1] if len(call.args) > 1 else 0
+    if tensors < MANY:
+        return 0
     if dim % max(1, result.dim()) + 1 < result.dim() or result.dim() == tensor_at(call, 0).dim():
         return NOTED * tensors
     return tensors * (NOTED_VIEW + (16 * result.dim() if result.dim() > 5 else 0))
