@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.sweeps import pool
 from tests.sweeps.pool import Row
 
 
@@ -24,6 +25,12 @@ def rows_in(log: Path) -> list[Row]:
     """The rows of a log, none if there is no such file; a last line that was cut off is left out."""
     lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def by_entry(work: pool.Work, jobs: Sequence[pool.Job], workers: int) -> Iterator[tuple[str, dict[str, Any], Row]]:
+    """What :func:`record` takes, of jobs that begin with an entry of torch's databases."""
+    for (entry, *_), number, row in pool.run(work, jobs, workers):
+        yield f"{entry} [{row.get('sample', '?')}]", {"entry": str(entry), "case": number}, row
 
 
 def record(

@@ -9,8 +9,9 @@ import copy
 import functools
 import importlib
 import itertools
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +152,36 @@ def spread(count: int, wanted: int | None) -> list[int]:
     if wanted == 1:
         return [0]
     return [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]
+
+
+def verdicts(
+    entry: Entry,
+    samples: int | None,
+    judge: Callable[[Case], Any],
+    first: int,
+    judged: Container[int] = (),
+    made: Callable[[Entry], list[Case]] = cases,
+) -> Iterator[dict[str, Any]]:
+    """The row of each sample of an entry, from the ``first`` on of those that are not in ``judged``.
+
+    Args:
+        entry: of one of the databases.
+        samples: how many, evenly spread; None for all.
+        judge: gives what has an ``outcome`` and a ``text``.
+        first: number of the first sample.
+        judged: numbers of samples that an earlier run has judged.
+        made: gives all samples of the entry.
+    """
+    try:
+        entry_cases = made(entry)
+    except Exception as error:  # the database refuses the dtype
+        yield {"outcome": "left out", "sample": 0, "text": f"no samples: {type(error).__name__}: {error}"[:200]}
+        return
+    for sample in [sample for sample in spread(len(entry_cases), samples) if sample not in judged][first:]:
+        start = time.perf_counter()
+        verdict = judge(entry_cases[sample])
+        seconds = round(time.perf_counter() - start, 2)
+        yield {"outcome": verdict.outcome, "sample": sample, "text": verdict.text, "seconds": seconds}
 
 
 def tensors_in(nest: Any) -> list[Tensor]:

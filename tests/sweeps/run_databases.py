@@ -12,13 +12,12 @@ from __future__ import annotations
 import collections
 import re
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from tests.sweeps import command, pool
 from tests.sweeps.compare import judge
-from tests.sweeps.databases import Entry, cases, entries, spread
+from tests.sweeps.databases import Entry, entries, verdicts
 
 Job = tuple[Entry, int | None, frozenset[int]]
 """An entry, how many of its samples, and those that are judged already."""
@@ -27,16 +26,7 @@ Job = tuple[Entry, int | None, frozenset[int]]
 def work(job: Job, first: int) -> Iterator[pool.Row]:
     """The verdicts of an entry's samples, from the ``first`` on."""
     entry, samples, judged = job
-    try:
-        entry_cases = cases(entry)
-    except Exception as error:  # the database refuses the dtype
-        yield {"outcome": "left out", "sample": 0, "text": f"no samples: {type(error).__name__}: {error}"[:200]}
-        return
-    for sample in [sample for sample in spread(len(entry_cases), samples) if sample not in judged][first:]:
-        start = time.perf_counter()
-        verdict = judge(entry_cases[sample])
-        seconds = round(time.perf_counter() - start, 2)
-        yield {"outcome": verdict.outcome, "sample": sample, "text": verdict.text, "seconds": seconds}
+    yield from verdicts(entry, samples, judge, first, judged)
 
 
 def jobs_behind(rows: list[pool.Row], chosen: list[Entry], samples: int | None) -> list[Job]:
@@ -53,11 +43,7 @@ def main() -> int:
     before = command.rows_in(options.log) if options.resume else []
     chosen = [entry for entry in entries() if re.search(options.only, str(entry))]
     jobs = jobs_behind(before, chosen, options.samples)
-    rows = (
-        (f"{entry} [{row.get('sample', '?')}]", {"entry": str(entry), "case": number}, row)
-        for (entry, *_), number, row in pool.run(work, jobs, options.workers)
-    )
-    counts = command.record(rows, options.log, before)
+    counts = command.record(command.by_entry(work, jobs, options.workers), options.log, before)
     judged = sum(counts.values()) - counts["left out"]
     print(f"{counts['same']} of {judged} bit for bit as aot_eager; {counts['left out']} left out (see {options.log})")
     return int(counts["same"] != judged)

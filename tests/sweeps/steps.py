@@ -11,7 +11,6 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 import roamc
 from tests.sweeps import command, pool
 from tests.sweeps.compare import SEED, OutOfTime, Verdict, bits, time_limit
-from tests.sweeps.databases import Case, Entry, cases, operators_in, spread, tensors_in
+from tests.sweeps.databases import Case, Entry, operators_in, tensors_in, verdicts
 
 SECONDS = 30
 """Of processor time for one sample."""
@@ -114,14 +113,7 @@ def entries() -> list[Entry]:
 def work(job: tuple[Entry, int | None], first: int) -> Iterator[pool.Row]:
     """The verdicts of an entry's samples, from the ``first`` on."""
     entry, samples = job
-    try:
-        entry_cases = cases(entry)
-    except Exception as error:  # the database refuses the dtype
-        yield {"outcome": "left out", "sample": 0, "text": f"no samples: {type(error).__name__}: {error}"[:200]}
-        return
-    for sample in spread(len(entry_cases), samples)[first:]:
-        verdict = judge(entry_cases[sample])
-        yield {"outcome": verdict.outcome, "sample": sample, "text": verdict.text}
+    yield from verdicts(entry, samples, judge, first)
 
 
 def main() -> int:
@@ -131,11 +123,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regular expression on e.g. 'op add float32'")
     options = parser.parse_args()
     chosen = [entry for entry in entries() if re.search(options.only, str(entry))]
-    rows = (
-        (f"{entry} [{row.get('sample', '?')}]", {"entry": str(entry), "case": number}, row)
-        for (entry, _), number, row in pool.run(work, [(entry, options.samples) for entry in chosen], options.workers)
-    )
-    counts = command.record(rows, Path(options.log), good=GOOD)
+    jobs = [(entry, options.samples) for entry in chosen]
+    counts = command.record(command.by_entry(work, jobs, options.workers), options.log, good=GOOD)
     print(f"{len(chosen)} operators: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
     return int(any(outcome not in GOOD for outcome in counts))
 

@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.sweeps import command, pool
 from tests.sweeps.compare import SEED, OutOfTime, Verdict, time_limit
-from tests.sweeps.databases import Case, Entry, Operator, database, operators_in, spread, tensors_in
+from tests.sweeps.databases import Case, Entry, Operator, database, operators_in, tensors_in, verdicts
 
 DTYPES = (torch.complex128, torch.float64)
 ROUNDING = 1e-6
@@ -243,16 +242,10 @@ def unexplained(entry: Entry, outcome: str) -> bool:
 def work(job: tuple[Entry, int | None], first: int) -> Iterator[pool.Row]:
     """The verdicts of an entry's samples, from the ``first`` on."""
     entry, samples = job
-    try:
-        entry_cases = cases(entry)
-    except Exception as error:  # the database refuses the dtype
-        yield {"outcome": "left out", "sample": 0, "text": f"no samples: {type(error).__name__}: {error}"[:200]}
-        return
-    for sample in spread(len(entry_cases), samples)[first:]:
-        verdict = judge(entry_cases[sample])
-        is_explained = verdict.outcome not in ("same", "left out") and not unexplained(entry, verdict.outcome)
-        outcome = "known" if is_explained else verdict.outcome
-        yield {"outcome": outcome, "sample": sample, "text": f"{verdict.outcome}: {verdict.text}"}
+    for row in verdicts(entry, samples, judge, first, made=cases):
+        found = row["outcome"]
+        is_explained = found not in ("same", "left out") and not unexplained(entry, found)
+        yield {**row, "outcome": "known" if is_explained else found, "text": f"{found}: {row['text']}"}
 
 
 def main() -> int:
@@ -262,11 +255,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regular expression on e.g. 'op add float64'")
     options = parser.parse_args()
     chosen = [entry for entry in entries() if re.search(options.only, str(entry))]
-    rows = (
-        (f"{entry} [{row.get('sample', '?')}]", {"entry": str(entry), "case": number}, row)
-        for (entry, _), number, row in pool.run(work, [(entry, options.samples) for entry in chosen], options.workers)
-    )
-    counts = command.record(rows, Path(options.log))
+    jobs = [(entry, options.samples) for entry in chosen]
+    counts = command.record(command.by_entry(work, jobs, options.workers), options.log)
     print(f"{len(chosen)} operators: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
     return int(any(outcome not in ("same", "known", "left out") for outcome in counts))
 
