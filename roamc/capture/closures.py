@@ -40,24 +40,21 @@ class Closures(TorchFunctionMode):
         self.traced = traced
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        args = self._swapped(args)
+        is_property = getattr(func, "__name__", "") == "__get__"  # such as is_sparse
+        dense = not is_property and func not in _OF_MEMORY
+        args = self._swapped(args, dense)
         if func in _OF_MEMORY and type(args[0]) in (torch.Tensor, nn.Parameter):
             return getattr(torch.ops.aten.alias.default(args[0]), func.__name__)(*args[1:], **kwargs or {})
-        if getattr(func, "__name__", "") != "__get__":  # of a property, such as is_sparse
-            _check_dense((args, kwargs))
-        return func(*args, **self._swapped(kwargs or {}))
+        return func(*args, **self._swapped(kwargs or {}, dense))
 
-    def _swapped(self, value: Any) -> Any:
+    def _swapped(self, value: Any, dense: bool) -> Any:
+        """``value`` with traced tensors in it; with ``dense``, real ones that no plan takes are refused."""
         leaves, spec = compat.flatten(value)
         swapped = [self.traced.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        for leaf in swapped if dense else ():
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, compat.FakeTensor):
+                check_dense(leaf)
         return compat.unflatten(swapped, spec)
-
-
-def _check_dense(arguments: Any) -> None:
-    """Refuse real tensors among ``arguments`` that no plan takes."""
-    for leaf in compat.flatten(arguments)[0]:
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, compat.FakeTensor):
-            check_dense(leaf)
 
 
 _OF_MEMORY = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)

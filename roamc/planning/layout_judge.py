@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -168,7 +169,8 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
 
     for trim, (first, end) in zip(layout.trims, trimmed, strict=True):
         count(first, end, -trim.nbytes)
-    for name, (born, dead) in _outside_lives(graph, layout, lives).items():
+    outside = _outside_lives(graph, layout, lives)
+    for name, (born, dead) in outside.items():
         count(born, dead, lives[name][2])
     for born, _, nbytes in (lives[name] for name in layout.offset):
         if form_of(nodes[born], births[born]).kind is FormKind.ALLOCATE:
@@ -176,7 +178,7 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
     total = layout.arena_bytes
     # An arena that is trimmed is taken as a whole first.
     needed, where = (layout.arena_bytes + PAGE if layout.trims else 0), nodes[0].name
-    own_bytes = _objects(graph, layout, lives)
+    own_bytes = _objects(graph, layout, lives, outside.values())
     under_way: dict[fx.Node, Bytes] = {}  # workspaces of operators that have not ended
     starts = {start for node in nodes if (start := started_by(node)) is not None}
     for at, node in enumerate(nodes):
@@ -198,7 +200,9 @@ def _check_peak(graph: TrainGraph, layout: Layout, lives: dict[str, Life], trimm
         raise VerifyError(_too_low(needed, where, layout.needed_bytes))
 
 
-def _objects(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> list[Bytes]:
+def _objects(
+    graph: TrainGraph, layout: Layout, lives: dict[str, Life], outside: Iterable[tuple[int, int]]
+) -> list[Bytes]:
     """Count the bytes of tensor objects at every position of the node list.
 
     One object for each storage of the step, and one for each view that a name of the program holds. Of what lies in the
@@ -206,7 +210,7 @@ def _objects(graph: TrainGraph, layout: Layout, lives: dict[str, Life]) -> list[
     """
     nodes, shared = list(graph.graph.nodes), SharedStorages(graph)
     change = [0] * (len(nodes) + 1)
-    for born, dead in [*(lives[name][:2] for name in layout.offset), *_outside_lives(graph, layout, lives).values()]:
+    for born, dead in [*(lives[name][:2] for name in layout.offset), *outside]:
         change[born] += OBJECT
         change[max(born, dead)] -= OBJECT
     planned = {shared.of(_made(nodes[lives[name][0]], name)[1]) for name in layout.offset}

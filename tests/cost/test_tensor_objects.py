@@ -79,7 +79,9 @@ def of_planner(graph: TrainGraph) -> tuple[TensorObjects, Inside]:
 def of_judge(graph: TrainGraph) -> dict[str, int]:
     """Name of each node to the bytes that the judge counts there."""
     assert graph.layout is not None
-    live = layout_judge._objects(graph, graph.layout, storage_lives(graph))
+    lives = storage_lives(graph)
+    outside = layout_judge._outside_lives(graph, graph.layout, lives)
+    live = layout_judge._objects(graph, graph.layout, lives, outside.values())
     return dict(zip([node.name for node in graph.graph.nodes], live, strict=True))
 
 
