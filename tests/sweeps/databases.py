@@ -160,7 +160,7 @@ def verdicts(
     judge: Callable[[Case], Any],
     first: int,
     judged: Container[int] = (),
-    made: Callable[[Entry], list[Case]] = cases,
+    cases: Callable[[Entry], list[Case]] = cases,
 ) -> Iterator[dict[str, Any]]:
     """The row of each sample of an entry, from the ``first`` on of those that are not in ``judged``.
 
@@ -170,10 +170,10 @@ def verdicts(
         judge: gives what has an ``outcome`` and a ``text``.
         first: number of the first sample.
         judged: numbers of samples that an earlier run has judged.
-        made: gives all samples of the entry.
+        cases: gives all samples of the entry.
     """
     try:
-        entry_cases = made(entry)
+        entry_cases = cases(entry)
     except Exception as error:  # the database refuses the dtype
         yield {"outcome": "left out", "sample": 0, "text": f"no samples: {type(error).__name__}: {error}"[:200]}
         return

@@ -242,10 +242,10 @@ def unexplained(entry: Entry, outcome: str) -> bool:
 def work(job: tuple[Entry, int | None], first: int) -> Iterator[pool.Row]:
     """The verdicts of an entry's samples, from the ``first`` on."""
     entry, samples = job
-    for row in verdicts(entry, samples, judge, first, made=cases):
-        found = row["outcome"]
-        is_explained = found not in ("same", "left out") and not unexplained(entry, found)
-        yield {**row, "outcome": "known" if is_explained else found, "text": f"{found}: {row['text']}"}
+    for row in verdicts(entry, samples, judge, first, cases=cases):
+        outcome = row["outcome"]
+        is_explained = outcome not in ("same", "left out") and not unexplained(entry, outcome)
+        yield {**row, "outcome": "known" if is_explained else outcome, "text": f"{outcome}: {row['text']}"}
 
 
 def main() -> int:
