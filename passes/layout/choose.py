@@ -35,8 +35,8 @@ from roamc.units import Bytes
 Rank = tuple[bool, bool, Bytes, bool, Bytes]
 """Rank of a layout; the smallest tuple is the best layout. The entries: whether the layout needs more than the budget;
 whether it keeps the budget but its peak is above eager's; upper bound on the bytes by which workspace may bring it
-above eager's peak; whether its peak is higher than that of the first placement without trims; its cost if it keeps the
-budget, else the bytes that it needs."""
+above eager's peak; whether its peak is higher than that of the layout that we would take if there were no trims (among
+those: of the first placement); its cost if it keeps the budget, else the bytes that it needs."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,22 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
     Raises:
         VerifyError: the solver gave a layout that is not legal.
     """
-    limit, effort = options.limit_bytes, table.effort
     plain = placements(table, eager_bytes)
+    lay = _Layouts(table, alignment, options)
+    first = _least(lay, plain, eager_bytes, shrinks=False)
+    return _least(lay, plain, eager_bytes, shrinks=True, highest=first.peak_bytes) if shrinks else first
+
+
+def _least(
+    lay: _Layouts,
+    plain: Sequence[Placement],
+    eager_bytes: Bytes | None,
+    *,
+    shrinks: bool,
+    highest: Bytes | None = None,
+) -> Laid:
+    """The best of the placements ``plain``; ``highest`` is the peak of :data:`Rank`, that of the first one if None."""
+    table, limit, effort = lay.table, lay.options.limit_bytes, lay.table.effort
     estimate = {id(placement): least for least, placement in _estimated(table, plain, shrinks=shrinks)}
     cheapest = sorted(plain, key=lambda placement: estimate[id(placement)])[: effort.layouts]
     # Placements in `within` keep the budget without trims; the others may keep it with trims.
@@ -89,9 +103,8 @@ def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Opt
     for placement in (plain[0], *cheapest, *within, lowest, without_arena):
         if ranked and min(rank for rank, _ in ranked) <= (False, False, 0, False, estimate[id(placement)]):
             continue
-        for laid in _laid_out(table, placement, alignment, options, shrinks=shrinks):
-            # The first of all is what we would take if there were no trims: no other is to be much above it.
-            highest = ranked[0][1].peak_bytes if ranked else laid.peak_bytes
+        for laid in lay.out(placement, shrinks=shrinks):
+            highest = laid.peak_bytes if highest is None else highest
             higher = laid.peak_bytes > highest + max(effort.allocator_call, highest // effort.higher_share)
             fits = limit is None or laid.needed_bytes <= limit
             above = fits and is_above(laid.peak_bytes, eager_bytes)
@@ -114,23 +127,33 @@ def _estimated(table: Table, ranked: Sequence[Placement], *, shrinks: bool) -> I
         yield cost(lowest // 2, placement, table.effort) + price, placement
 
 
-def _laid_out(
-    table: Table, placement: Placement, alignment: Bytes, options: Options, *, shrinks: bool
-) -> Iterator[Laid]:
-    """The layout of ``placement`` without trims, and then with each choice of trims."""
-    solution = _solve(table, placement, alignment, options)
-    arena = int(solution.arena_bytes)
-    outside = outside_live(table, placement.with_allocator)
-    inside = ~table.foreign & ~placement.with_allocator
-    own = table.objects.peak(inside)
-    for trimming in trims.choices(table, placement, solution, shrinks=shrinks):
-        tensors = arena - trimmed(trimming.ranges, table.steps)[:-1] + outside
-        needed = peak(tensors + table.workspace)
-        needed += objects(needed, own)
-        if trimming.ranges:
-            needed = max(needed, trims.taken(table, inside, arena, outside, keeps=options.keeps_arena))
-        price = cost(trimming.total // 2, placement, table.effort) + trims.price(trimming, table.effort)
-        yield Laid(placement, solution, trimming, peak(tensors), needed + table.waiting, price)
+class _Layouts:
+    """Layouts of placements, each of which is solved once."""
+
+    def __init__(self, table: Table, alignment: Bytes, options: Options) -> None:
+        self.table, self.alignment, self.options = table, alignment, options
+        self._solved: dict[int, LayoutSolution] = {}
+
+    def out(self, placement: Placement, *, shrinks: bool) -> Iterator[Laid]:
+        """The layout of ``placement`` without trims, and then with each choice of trims."""
+        table, solution = self.table, self._solution(placement)
+        arena = int(solution.arena_bytes)
+        outside = outside_live(table, placement.with_allocator)
+        inside = ~table.foreign & ~placement.with_allocator
+        own = table.objects.peak(inside)
+        for trimming in trims.choices(table, placement, solution, shrinks=shrinks):
+            tensors = arena - trimmed(trimming.ranges, table.steps)[:-1] + outside
+            needed = peak(tensors + table.workspace)
+            needed += objects(needed, own)
+            if trimming.ranges:
+                needed = max(needed, trims.taken(table, inside, arena, outside, keeps=self.options.keeps_arena))
+            price = cost(trimming.total // 2, placement, table.effort) + trims.price(trimming, table.effort)
+            yield Laid(placement, solution, trimming, peak(tensors), needed + table.waiting, price)
+
+    def _solution(self, placement: Placement) -> LayoutSolution:
+        if (solution := self._solved.get(id(placement))) is None:
+            solution = self._solved[id(placement)] = _solve(self.table, placement, self.alignment, self.options)
+        return solution
 
 
 def _solve(table: Table, placement: Placement, alignment: Bytes, options: Options) -> LayoutSolution:
