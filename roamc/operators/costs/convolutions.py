@@ -29,6 +29,9 @@ WIDEST = 14
 ONE_IMAGE = 20480
 """Elements of one image up to which torch's own kernels convolve it in float32."""
 
+OWN: Bytes = 4 << 10
+"""Bytes that torch's own kernels take for any convolution."""
+
 SMALL: Bytes = 32 << 10
 """Bytes that every convolution of oneDNN takes, and again for each thread: blocks of factors and of the result."""
 
@@ -50,10 +53,11 @@ def forward(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``aten.convolution``."""
     image, weight = tensor_at(call, 0), tensor_at(call, 1)
     if not _by_onednn(image, weight, call.args[8]):
-        return _columns(weight, image if call.args[6] else result)
-    again = weight.nbytes + SMALL
+        copied = weight.nbytes if _channels_last(image) else 0
+        return _columns(weight, image if call.args[6] else result) + copied + OWN
+    again = _weight_in_blocks(weight, call.args[8]) + SMALL
     if _channels_last(image):
-        return again + _of_groups(weight, call.args[8])
+        return again + weight.nbytes
     return again + (_transposed(image, result, call.args[3]) if call.args[6] else _forward(image, weight, result))
 
 
@@ -79,12 +83,10 @@ def forward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> Bytes:
     """Copies of image and result in blocks; in float32 the image's is freed before the result is put in order."""
-    pointwise = prod(weight.shape[2:]) == 1
+    copied = _blocks(image) if prod(weight.shape[2:]) == 1 else _packed(image)
     if image.dtype is not torch.float32:
-        return _blocks(result) + (_blocks(image) if pointwise else _packed(image))
-    if pointwise:
-        return max(_blocks(image), _blocks(result))
-    return max(_blocks(result), _packed(image) + _blocks(result) - result.nbytes)
+        return _blocks(result) + copied
+    return max(_blocks(result), copied + _blocks(result) - result.nbytes)
 
 
 def _transposed(image: torch.Tensor, result: torch.Tensor, strides: list[int]) -> Bytes:
@@ -98,11 +100,12 @@ def backward(call: Call, result: torch.Tensor) -> Bytes:
     gradient, image, weight = (tensor_at(call, at) for at in range(3))
     if not _by_onednn(image, weight, call.args[-2]):
         return _backward_by_torch(gradient, image, weight, transposed=call.args[7], of_bias=call.args[-1][2])
-    again = weight.nbytes * (1 if image.dtype is torch.float32 else 3) + SMALL
+    blocks = _weight_in_blocks(weight, call.args[-2])
+    again = (blocks if image.dtype is torch.float32 else 3 * blocks) + SMALL
     if image.shape[1] < FEW and prod(weight.shape[2:]) > 1:
-        again += 7 * weight.nbytes
+        again += max(0, 8 * weight.nbytes - blocks)
     if _channels_last(image):
-        return again + weight.nbytes + _padded(call)
+        return again + max(2 * blocks, _padded(call))
     wide, groups = image.dtype is torch.float32, call.args[-2]
     if _large_windows_of_few(weight, groups):
         again += 0 if wide else _blocks(image)
@@ -110,6 +113,8 @@ def backward(call: Call, result: torch.Tensor) -> Bytes:
     most = _gradients(gradient, image, weight, transposed=call.args[7], of_image=call.args[-1][0] and not strided)
     if strided and call.args[-1][0]:
         most = max(most, 2 * _blocked(image), _blocks(image, BLOCK // 2) + _blocks(gradient, BLOCK // 2))
+        if image.shape[1] < FEW and not call.args[7]:
+            most = max(most, _blocked(image) + 2 * _blocks(gradient))
     return most + again
 
 
@@ -122,9 +127,10 @@ def _backward_by_torch(
     """
     copied = 2 * gradient.nbytes if of_bias and is_half(gradient) else 0
     if not transposed:
-        return max(_columns(weight, gradient), copied)
+        again = 2 * weight.nbytes if _channels_last(image) else 0
+        return max(_columns(weight, gradient), copied) + again + OWN
     windows = _columns(weight, image) // max(1, image.shape[0]) + 2 * weight.nbytes
-    return windows + copied if image.dim() > 4 else max(windows, copied)
+    return (windows + copied if image.dim() > 4 else max(windows, copied)) + OWN
 
 
 def backward_per_thread(call: Call, result: torch.Tensor) -> Bytes:
@@ -155,19 +161,20 @@ def _large_windows_of_few(weight: torch.Tensor, groups: int) -> bool:
     return groups > 1 and max(weight.shape[2:]) > 3 and max(weight.shape[1], weight.shape[0] // groups) < BLOCK
 
 
-def _of_groups(weight: torch.Tensor, groups: int) -> Bytes:
-    """What the weight of a grouped convolution takes more, forward; groups of two channels are padded to blocks."""
+def _weight_in_blocks(weight: torch.Tensor, groups: int, *, each: bool = False) -> Bytes:
+    """Bytes of a weight with the input and the output channels of each group padded to whole blocks.
+
+    Groups of one channel lie in blocks of groups, unless ``each`` is padded by itself.
+    """
     leave, enter = weight.shape[0] // groups, weight.shape[1]
-    if groups == 1:
-        return 0
-    return weight.nbytes + SMALL + (_weight_in_blocks(weight, groups) if max(leave, enter) == 2 else 0)
+    if leave == enter == 1 and not each:
+        return _whole(groups) * weight.nbytes // groups
+    return groups * _whole(leave) * _whole(enter) * prod(weight.shape[2:]) * weight.itemsize
 
 
-def _weight_in_blocks(weight: torch.Tensor, groups: int) -> Bytes:
-    """Bytes of a weight in float32 with the input and the output channels of each group padded to whole blocks."""
-    leave, enter = weight.shape[0] // groups, weight.shape[1]
-    block = torch.float32.itemsize * BLOCK * BLOCK * prod(weight.shape[2:])
-    return groups * -(-leave // BLOCK) * -(-enter // BLOCK) * block
+def _whole(channels: int) -> int:
+    """``channels`` in whole blocks."""
+    return -(-channels // BLOCK) * BLOCK
 
 
 def _padded(call: Call) -> Bytes:
@@ -178,8 +185,8 @@ def _padded(call: Call) -> Bytes:
     weight = tensor_at(call, 2)
     if not _pads(call):
         return 0
-    blocks = _weight_in_blocks(weight, call.args[-2])
-    return blocks if weight.dtype is torch.float32 else blocks * 3 // 2
+    blocks = _weight_in_blocks(weight, call.args[-2], each=True)
+    return blocks if weight.dtype is torch.float32 else blocks * 3
 
 
 def _padded_image(call: Call) -> Bytes:
