@@ -4,6 +4,10 @@ Candidates are the buffers that are live at the peak, are not read there and are
 bytes up to that read (up to its next rerun, if that comes sooner) and costs the seconds of all operators that run again
 for it. A drop is measured by the area, the bytes above the budget summed over all runs, not by the peak: where several
 steps tie, a single drop does not lower the peak.
+
+Drops that free most per second may end a little above the budget, where one dearer drop would have been enough for all
+of them. So the cheapest drop that would end the way is noted at each step, as in heuristics for the minimum knapsack
+problem.
 """
 
 from collections.abc import Iterator
@@ -18,7 +22,14 @@ from roamc.solvers.retain.simulate import Score
 from roamc.solvers.retain.ways import ALONE, WAYS
 
 
-def lower(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None = None) -> State:
+def lower(
+    search: Search,
+    state: State,
+    budget: int,
+    work_limit: int,
+    worth: FloatArray | None = None,
+    shortcuts: list[State] | None = None,
+) -> State:
     """Return `state` with further drops, which bring its peak within the budget or as far down as they can.
 
     Drops end where the peak is within the budget, where no drop frees anything, or where `search.work` reaches
@@ -32,10 +43,12 @@ def lower(search: Search, state: State, budget: int, work_limit: int, worth: Flo
     worth: float64[gaps], by gap what the last measured drop in it freed of the area, per second and per byte of
         `Drops.reach`; infinite where unknown. It is changed in place, so that a next call goes on from these guesses.
         None begins with all unknown.
+    shortcuts: states within the budget, each with fewer seconds than those before it; None to look for none. The states
+        of this way are added, each with one more drop that was measured and would have ended the way.
     """
     if state.score.seconds == np.inf:
         return state
-    state = _drop_until(search, state, budget, work_limit, worth)
+    state = _drop_until(search, state, budget, work_limit, worth, shortcuts)
     in_vain = 0
     while state.score.peak > budget and search.work < work_limit and in_vain < search.effort.stuck_targets:
         peak = state.score.peak
@@ -44,13 +57,20 @@ def lower(search: Search, state: State, budget: int, work_limit: int, worth: Flo
     return search.note(search.state(state.release, state.hold, budget))
 
 
-def _drop_until(search: Search, state: State, budget: int, work_limit: int, worth: FloatArray | None) -> State:
+def _drop_until(
+    search: Search,
+    state: State,
+    budget: int,
+    work_limit: int,
+    worth: FloatArray | None,
+    shortcuts: list[State] | None = None,
+) -> State:
     state = search.note(search.state(state.release.copy(), state.hold.copy(), budget))
     worth = np.full(len(search.gaps.begin), np.inf) if worth is None else worth
     effort, count = search.effort, 0
     while state.score.peak > budget and search.work < work_limit:
         drops = list_drops(search, state, budget)
-        best, way = _best_drop(search, state, drops, budget, worth)
+        best, way = _best_drop(search, state, drops, budget, worth, shortcuts)
         if best < 0:
             break
         search.work += make_drop(search, state, drops, best, way)
@@ -61,11 +81,14 @@ def _drop_until(search: Search, state: State, budget: int, work_limit: int, wort
     return state
 
 
-def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: FloatArray) -> tuple[int, int]:
+def _best_drop(
+    search: Search, state: State, drops: Drops, budget: int, worth: FloatArray, shortcuts: list[State] | None
+) -> tuple[int, int]:
     """Return (number, way): the drop that frees most area per second, -1 if none frees any, and its best way.
 
     worth: float64[gaps], the area that a drop in each gap freed per second when it was last measured, divided by its
         reach; infinite if it never was. Changed in place.
+    shortcuts: as for `lower`.
 
     A drop that was worth less than the best is nearly always worth less now too, so it is not measured again (lazy
     evaluation: Minoux 1978). Nor is a drop that seems hardly better than the best measured one, or every move would
@@ -87,6 +110,8 @@ def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: F
             unknown = np.flatnonzero(np.isinf(guess))
             rows = unknown[np.unique(search.gaps.family[gap[unknown]], return_index=True)[1]]
         result = try_drops(search, state, drops, rows, budget)
+        if shortcuts is not None:
+            _note_shortcut(search, state, drops, rows, result, budget, shortcuts)
         by_way = np.stack([_worth(state.score, result[:, each]) for each in range(WAYS)])
         value = by_way.max(axis=0) / reach[rows]
         if guess[best] == np.inf:
@@ -95,6 +120,27 @@ def _best_drop(search: Search, state: State, drops: Drops, budget: int, worth: F
         way[rows] = by_way.argmax(axis=0)
         fresh[rows] = True
     return -1, ALONE
+
+
+def _note_shortcut(
+    search: Search,
+    state: State,
+    drops: Drops,
+    rows: LongArray,
+    result: FloatArray,
+    budget: int,
+    shortcuts: list[State],
+) -> None:
+    """Add to `shortcuts` the state with the cheapest of the drops that end the way, if it takes fewer seconds.
+
+    rows, result: the drops that were tried, and what `try_drops` returned for them.
+    """
+    seconds = np.where(result[:, :, 1] <= budget, result[:, :, 0], np.inf)
+    row, way = divmod(int(np.argmin(seconds)), WAYS)
+    if seconds[row, way] < (shortcuts[-1].score.seconds if shortcuts else np.inf):
+        ended = state.copy()
+        search.work += make_drop(search, ended, drops, int(rows[row]), way)
+        shortcuts.append(search.state(ended.release, ended.hold, budget))
 
 
 def _assume(worth: FloatArray, gap: LongArray, family: IntArray, measured: IntArray, guess: FloatArray) -> None:

@@ -162,6 +162,7 @@ class _Run:
     limit: the value of `search.work` at which searches stop.  began: its value at the beginning.
     bound: lower bound in seconds.  complete: whether all combinations are tried.  best: the best state so far.
     elsewhere: work of copies of this run, see `with_and_without`.  stopped: whether one of them reached the limit.
+    shortcuts: see `lower`; copies of this run have the same list.
     """
 
     search: Search
@@ -173,6 +174,7 @@ class _Run:
     complete: bool = False
     elsewhere: int = 0
     stopped: bool = False
+    shortcuts: list[State] = field(default_factory=list)
     best: State = field(init=False)
     began: int = field(init=False)
 
@@ -207,6 +209,7 @@ class _Run:
 
         A better state to begin with may lead to a worse end. So what is found is never worse than with a search left
         out: that is one of the ways tried here, with the work it would have had.
+        Shortcuts of the ways come last, for the same reason.
         """
         for tried in self.with_and_without(_Run.exact):
             if tried.bound < math.inf:
@@ -216,6 +219,7 @@ class _Run:
                     cut.go_low()
                 for near in cut.with_and_without(_Run.improve):
                     near.anneal()
+        self.take_shortcuts()
         self.stopped = self.stopped or self.late()
         self.search.work += self.elsewhere
 
@@ -261,10 +265,16 @@ class _Run:
         """
         if self.closed() or self.late():
             return
-        state = lower(self.search, state, self.budget, self.limit)
+        state = lower(self.search, state, self.budget, self.limit, shortcuts=self.shortcuts)
         if state.score.peak <= self.budget:
             state = keep(self.search, state, self.budget)
         self.offer(state)
+
+    def take_shortcuts(self) -> None:
+        """Offer the shortcuts that greedy drops have passed by, without the drops that they do not need."""
+        for state in self.shortcuts:
+            if not self.closed():
+                self.offer(keep(self.search, state, self.budget))
 
     def from_cuts(self) -> None:
         """Run greedy drops from the states of the bound's cuts: the least above the budget first, then the cheapest."""

@@ -32,8 +32,7 @@ def test_ten_falling_budgets_have_no_higher_peak_and_no_less_time(name: str, rou
     assert [point.budget for point in points] == list(SHARES)
     plans = [point.plan for point in points]
     assert all(after.needed_bytes <= before.needed_bytes for before, after in pairwise(plans))
-    # A search may miss the plan that one under a lower budget finds: here at 85 %, by an eighth.
-    assert all(after.added_seconds >= 0.85 * before.added_seconds for before, after in pairwise(plans))
+    assert all(after.added_seconds >= before.added_seconds for before, after in pairwise(plans))
     assert all(point.fits == (point.plan.needed_bytes <= point.plan.budget_bytes) for point in points[:-1])
     assert points[-1].plan.needed_bytes < points[0].plan.needed_bytes
     assert points[-1].plan.added_seconds > points[0].plan.added_seconds

@@ -186,6 +186,18 @@ def test_blocks_are_rebuilt_whole_and_the_last_one_stays() -> None:
     assert whole
 
 
+def test_one_drop_that_suffices_is_not_passed_by() -> None:
+    """Buffers 1 and 2 free more bytes per second than buffer 0, but only both free as many: 4 seconds, not 3."""
+    sizes = [(10, 0, [5], False), (8, 1, [5], False), (8, 2, [5], False), (100, 3, [4], False), (1, 4, [5], False)]
+    order = make_order([0] * 6, [], sizes)
+    problem = make_problem(order, range(6), [3.0, 2, 2, 9, 9, 9], [True] * 6, [True] * 5)
+    drops_alone = {name: value for less in SWITCHES.values() for name, value in less.items()}
+    budget = full_peak(problem) - 10
+    solution = solve(problem, budget, effort=replace(EFFORT, **drops_alone))
+    check(problem, budget, solution)
+    assert (solution.seconds, len(solution.reruns)) == (3.0, 1)
+
+
 def test_deep_chains_get_by_with_little() -> None:
     problem = chain(40, inner=1, large=20, small=20)
     solution = solve(problem, full_peak(problem) // 4)
