@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roamc.solvers.arrays import IntArray, LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.order.flow import Flow
 from roamc.solvers.order.problem import MOST_BYTES, Bytes, OpIndex
 from roamc.solvers.order.schedule import (
@@ -128,7 +128,7 @@ def search_within(flow: Flow, capacity: Bytes, work_limit: int) -> CapacityAnswe
     return CapacityAnswer(None, int(search.value[_REFUSED]) if verdict == _NONE else None, work)
 
 
-@compiled
+@compiled_uncounted
 def _search(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes, work_limit: int) -> int:
     if schedule.tally[LIVE] > capacity:
         search.value[_REFUSED] = schedule.tally[LIVE]
@@ -145,7 +145,7 @@ def _search(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes, wo
             return _NONE
 
 
-@compiled
+@compiled_uncounted
 def _fits(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes, op: OpIndex) -> bool:
     live = cost(flow, schedule, op)
     if live > capacity:
@@ -153,7 +153,7 @@ def _fits(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes, op: 
     return live <= capacity
 
 
-@compiled
+@compiled_uncounted
 def _commit(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes, work_limit: int) -> None:
     """Take every extension that loses nothing, or as many as the limit allows."""
     going_on = True
@@ -168,7 +168,7 @@ def _commit(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes, wo
                 place += 1
 
 
-@compiled
+@compiled_uncounted
 def _release(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes) -> None:
     """Run what fits and leaves no more than there was, until nothing does."""
     going_on = True
@@ -184,7 +184,7 @@ def _release(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes) -
                 place += 1
 
 
-@compiled
+@compiled_uncounted
 def _excursion(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes, first: OpIndex) -> bool:
     """Go up from `first`, and stay if the way comes down to no more than there was; else come back."""
     start_done, start_live = schedule.tally[DONE], schedule.tally[LIVE]
@@ -201,7 +201,7 @@ def _excursion(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes,
     return False
 
 
-@compiled
+@compiled_uncounted
 def _run_and_release(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes, first: OpIndex) -> int:
     """Run `first` and then all that it made ready, directly or not, and that fits and leaves no more than it
     finds. Returns how many that it made ready are left, in `search.fresh`.
@@ -222,7 +222,7 @@ def _run_and_release(flow: Flow, schedule: Schedule, search: _Search, capacity: 
     return count
 
 
-@compiled
+@compiled_uncounted
 def _add_ready_after(flow: Flow, schedule: Schedule, search: _Search, op: OpIndex, count: int) -> int:
     for row in range(flow.after_start[op], flow.after_start[op + 1]):
         if schedule.waits[flow.after[row]] == 0:
@@ -231,7 +231,7 @@ def _add_ready_after(flow: Flow, schedule: Schedule, search: _Search, op: OpInde
     return count
 
 
-@compiled
+@compiled_uncounted
 def _branch(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes) -> bool:
     """Open a frame with all ready operators that fit, the lowest net last. False if there is no room for it."""
     frame, first = search.value[_FRAMES], search.value[_POOL]
@@ -254,13 +254,13 @@ def _branch(flow: Flow, schedule: Schedule, search: _Search, capacity: Bytes) ->
     return True
 
 
-@compiled
+@compiled_uncounted
 def _is_worse(schedule: Schedule, op: OpIndex, other: OpIndex) -> bool:
     net, other_net = int(schedule.net[op]), int(schedule.net[other])
     return net > other_net or (net == other_net and op > other)
 
 
-@compiled
+@compiled_uncounted
 def _next_candidate(flow: Flow, schedule: Schedule, search: _Search) -> bool:
     """Go back to the last frame with a candidate left and run that. False if there is none."""
     while search.value[_FRAMES] > 0:
@@ -276,13 +276,13 @@ def _next_candidate(flow: Flow, schedule: Schedule, search: _Search) -> bool:
     return False
 
 
-@compiled
+@compiled_uncounted
 def _has_failed(search: _Search, key: NDArray[np.uint64]) -> bool:
     place = _place_of(search.failed, key)
     return bool(place >= 0 and search.failed[place, 0] == key[0] and search.failed[place, 1] == key[1])
 
 
-@compiled
+@compiled_uncounted
 def _remember(search: _Search, key: NDArray[np.uint64]) -> None:
     """Note a set from which nothing was found. A full neighbourhood forgets: that costs time, not truth."""
     place = _place_of(search.failed, key)
@@ -290,7 +290,7 @@ def _remember(search: _Search, key: NDArray[np.uint64]) -> None:
         search.failed[place, 0], search.failed[place, 1] = key[0], key[1]
 
 
-@compiled
+@compiled_uncounted
 def _place_of(table: NDArray[np.uint64], key: NDArray[np.uint64]) -> int:
     """Where the key stands or may be put; -1 if others are wherever it is looked for."""
     slot = np.int64(key[0] % np.uint64(_REMEMBERED))

@@ -9,7 +9,7 @@ the end moves operators forward.
 import numpy as np
 
 from roamc.solvers.arrays import IntArray, LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.order.effort import EFFORT, Effort
 from roamc.solvers.order.evaluate import peak_bytes
 from roamc.solvers.order.flow import Flow, backward_flow, forward_flow
@@ -36,7 +36,7 @@ def improve(problem: OrderProblem, order: IntArray, effort: Effort = EFFORT) -> 
     return improved.astype(np.int32)
 
 
-@compiled
+@compiled_uncounted
 def _sweep(flow: Flow, schedule: Schedule, order: LongArray, peak: Bytes) -> int:
     """Run `order`, swap neighbours in it on the way, and return the number of swaps."""
     swaps = 0
@@ -53,7 +53,7 @@ def _sweep(flow: Flow, schedule: Schedule, order: LongArray, peak: Bytes) -> int
     return swaps
 
 
-@compiled
+@compiled_uncounted
 def _two_steps(flow: Flow, schedule: Schedule, first: OpIndex, second: OpIndex) -> tuple[Bytes, Bytes]:
     """Return the greater and the sum of the live bytes of two ready operators that run one after the other."""
     one = cost(flow, schedule, first)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roamc.solvers.arrays import IntArray, LongArray
-from roamc.solvers.compiled import compiled
+from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.order.flow import Flow
 from roamc.solvers.order.problem import Bytes, OpIndex
 
@@ -93,7 +93,7 @@ def finished_order(flow: Flow, schedule: Schedule) -> IntArray:
     return order.astype(np.int32)
 
 
-@compiled
+@compiled_uncounted
 def _begin(flow: Flow, schedule: Schedule) -> None:
     for buffer in range(len(flow.size)):
         size = flow.size[buffer]
@@ -112,7 +112,7 @@ def _begin(flow: Flow, schedule: Schedule) -> None:
             enter(schedule, op)
 
 
-@compiled
+@compiled_uncounted
 def enter(schedule: Schedule, op: OpIndex) -> None:
     """Add `op` to the operators that may run next, in the arrays `ready`, `place` and `tally` of `schedule`."""
     schedule.place[op] = schedule.tally[READY]
@@ -120,7 +120,7 @@ def enter(schedule: Schedule, op: OpIndex) -> None:
     schedule.tally[READY] += 1
 
 
-@compiled
+@compiled_uncounted
 def leave(schedule: Schedule, op: OpIndex) -> None:
     """Remove `op` from the operators that may run next; the last entry of `ready` moves to its place."""
     schedule.tally[READY] -= 1
@@ -130,7 +130,7 @@ def leave(schedule: Schedule, op: OpIndex) -> None:
     schedule.place[op] = -1
 
 
-@compiled
+@compiled_uncounted
 def run(flow: Flow, schedule: Schedule, op: OpIndex) -> None:
     """Run `op`, which must be ready, and bring the schedule up to date.
 
@@ -162,7 +162,7 @@ def run(flow: Flow, schedule: Schedule, op: OpIndex) -> None:
             enter(schedule, flow.after[row])
 
 
-@compiled
+@compiled_uncounted
 def undo(flow: Flow, schedule: Schedule) -> OpIndex:
     """Take back the operator that ran last, which is ready again, and return it. At least one must have run."""
     schedule.tally[DONE] -= 1
@@ -189,7 +189,7 @@ def undo(flow: Flow, schedule: Schedule) -> OpIndex:
     return op
 
 
-@compiled
+@compiled_uncounted
 def _charge_others(flow: Flow, schedule: Schedule, buffer: int, op: OpIndex, num_bytes: Bytes) -> None:
     """Add `num_bytes` to `need` and `net` of the buffer's starters other than `op`."""
     for row in range(flow.starter_start[buffer], flow.starter_start[buffer + 1]):
@@ -199,7 +199,7 @@ def _charge_others(flow: Flow, schedule: Schedule, buffer: int, op: OpIndex, num
             schedule.net[other] += num_bytes
 
 
-@compiled
+@compiled_uncounted
 def reused_bytes(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
     """Return the bytes that the results of `op`, which must be ready, take over from dying inputs if it runs next.
 
@@ -220,7 +220,7 @@ def reused_bytes(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
     return total
 
 
-@compiled
+@compiled_uncounted
 def cost(flow: Flow, schedule: Schedule, op: OpIndex) -> Bytes:
     """Return the live bytes while `op`, which must be ready, runs, if it runs next; counts one unit of work.
 
