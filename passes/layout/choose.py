@@ -64,7 +64,8 @@ class Laid:
 def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Options, *, shrinks: bool) -> Laid:
     """Lay out several placements, with and without trims, and return the best by :data:`Rank`.
 
-    Where no layout keeps the budget, the result is the one that needs the fewest bytes.
+    A placement is laid out only if the lower bound on its rank is below the best rank so far. Where no layout keeps the
+    budget, the result is the one that needs the fewest bytes.
 
     Args:
         table: the graph's storages.
@@ -99,10 +100,12 @@ def _least(
     within = [placement for placement in plain if room is not None and placement.peak_bytes <= room][: effort.layouts]
     lowest = min(plain, key=lambda placement: placement.peak_bytes)
     without_arena = next(placement for placement in plain if (placement.with_allocator | table.foreign).all())
+    first, *others = dict.fromkeys((plain[0], *cheapest, *within, lowest, without_arena))
+    least = {one: _least_rank(table, one, eager_bytes, limit, estimate[id(one)], shrinks=shrinks) for one in others}
     ranked: list[tuple[Rank, Laid]] = []
-    for placement in (plain[0], *cheapest, *within, lowest, without_arena):
-        if ranked and min(rank for rank, _ in ranked) <= (False, False, 0, False, estimate[id(placement)]):
-            continue
+    for placement in (first, *sorted(others, key=lambda one: least[one])):
+        if ranked and min(rank for rank, _ in ranked) <= least[placement]:
+            break
         for laid in lay.out(placement, shrinks=shrinks):
             highest = laid.peak_bytes if highest is None else highest
             higher = laid.peak_bytes > highest + max(effort.allocator_call, highest // effort.higher_share)
@@ -125,6 +128,40 @@ def _estimated(table: Table, ranked: Sequence[Placement], *, shrinks: bool) -> I
         lowest = sum(peak(np.append(arena, 0) + outside) for outside in between)
         price = (highest - lowest) // 2 // table.effort.trim_price
         yield cost(lowest // 2, placement, table.effort) + price, placement
+
+
+def _least_rank(
+    table: Table,
+    placement: Placement,
+    eager_bytes: Bytes | None,
+    limit: Bytes | None,
+    least_cost: Bytes,
+    *,
+    shrinks: bool,
+) -> Rank:
+    """A lower bound on the rank of every layout of ``placement``: without fragmentation, with all idle ranges trimmed.
+
+    Args:
+        table: the graph's storages.
+        placement: which of them lie with the allocator.
+        eager_bytes: what eager holds at its worst step; None if that is no limit.
+        limit: the budget in bytes; None if there is none.
+        least_cost: a lower bound on the cost, which counts no workspace in an arena too small to be trimmed.
+        shrinks: whether the arena can be trimmed during a step.
+    """
+    with_allocator = placement.with_allocator
+    arena, outside = arena_live(table, with_allocator), outside_live(table, with_allocator)
+    arena_bytes = peak(arena)
+    if not shrinks or arena_bytes < table.effort.trim.least_bytes:
+        arena = np.full_like(arena, arena_bytes)
+    needed = peak(arena + outside + table.workspace)
+    needed += objects(needed, table.objects.peak(~table.foreign & ~with_allocator)) + table.waiting
+    if limit is not None and needed > limit:
+        return True, False, 0, False, needed
+    total = sum(peak(np.append(arena, 0) + beside) for beside in trims.moments(table, placement))
+    over = excess(table, with_allocator, arena_bytes)
+    above = is_above(peak(arena + outside), eager_bytes)
+    return False, above, over, False, max(least_cost, cost(total // 2, placement, table.effort))
 
 
 class _Layouts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from roamc.graph.lifetimes import lifetimes, live_bytes
 from roamc.graph.memory import Place, build_memory
 from roamc.options import Options
 from roamc.passes import layout
+from roamc.passes.layout import choose
+from roamc.passes.layout.placement import Placement, Table
 from roamc.planning.layout_judge import check_layout
+from roamc.solvers.layout import LayoutSolution
 from tests.graphs import graph_and_inputs, model_graph, traced
 from tests.random_graphs import random_model
 
@@ -161,6 +165,27 @@ def test_random_graph_has_all_temporaries_in_the_arena_or_with_the_allocator(see
     assert set(decision.offset) | set(decision.with_allocator) == set(sizes), said
     assert decision.arena_bytes >= decision.live_bytes >= live_in_arena(graph, decision), said
     assert decision.arena_bytes + decision.outside_bytes >= int(live_bytes(build_memory(graph)).max()), said
+
+
+@pytest.mark.parametrize("budget", [None, 4_000, 1_000_000])
+@pytest.mark.parametrize(("seed", "route"), [(24, "step"), (5, "joint")])
+def test_placements_that_cannot_win_are_not_laid_out(
+    seed: int, route: str, budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, options = graph_and_inputs(*random_model(seed), route)[0], Options(memory_budget=budget, layout_nodes=0)
+    solve, solved = choose._solve, list[bytes]()
+
+    def noted(table: Table, placement: Placement, *rest: Any) -> LayoutSolution:
+        solved.append(placement.with_allocator.tobytes())
+        return solve(table, placement, *rest)
+
+    monkeypatch.setattr(choose, "_solve", noted)
+    chosen = layout.decide(graph, options)
+    few = len(solved)
+    assert len(set(solved)) == few
+    monkeypatch.setattr(choose, "_least_rank", lambda *args, **kwargs: (False, False, -1, False, 0))
+    assert layout.decide(graph, options) == chosen
+    assert few < len(solved) - few
 
 
 def live_in_arena(graph: TrainGraph, decision: layout.Decision) -> int:
