@@ -78,7 +78,8 @@ def decide(graph: TrainGraph, first: LaidOut, options: Options, effort: Effort =
     """Choose the order with the lowest total among the present one and others with no higher peak of live bytes.
 
     The search ends with the first order whose total is no more than the live bytes of the present order, in its arena
-    and outside it. If there is none, the present order is laid out again with all nodes that the options allow.
+    and outside it. If there is none, and the lowest total is above that by more than ``effort.padding_share`` of it,
+    the present order is laid out again with all nodes that the options allow.
 
     Args:
         graph: the graph in the order of ``first``, before in-place reuse; it stays as it is.
@@ -101,7 +102,7 @@ def decide(graph: TrainGraph, first: LaidOut, options: Options, effort: Effort =
         best = min(best, candidate, key=lambda item: item.total)
         if best.total <= floor:
             break
-    if best.total > floor and options.layout_nodes > effort.first_nodes:
+    if best.total > floor * (1 + effort.padding_share) and options.layout_nodes > effort.first_nodes:
         candidate = LaidOut(first.ordered, scene.lay_out(first.ordered.order, options.layout_nodes))
         best = min(candidate, best, key=lambda item: item.total)
     return LaidOut(dataclasses.replace(best.ordered, laid_out=tuple(tried)), best.placed)

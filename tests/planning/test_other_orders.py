@@ -141,6 +141,22 @@ def test_as_many_other_orders_are_laid_out_as_the_effort_says() -> None:
     assert len(plan.decisions["reorder"]["laid_out"]) == 1
 
 
+@pytest.mark.parametrize(("padding_share", "is_long"), [(0.0, True), (1.0, False)])
+def test_a_long_search_is_made_for_more_than_padding(
+    padding_share: float, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay_out, node_limits = layout.lay_out, list[int]()
+
+    def noted(memory: MemoryModel, graph: TrainGraph, options: Options) -> layout.Decision:
+        node_limits.append(options.layout_nodes)
+        return lay_out(memory, graph, options)
+
+    monkeypatch.setattr(layout, "lay_out", noted)
+    effort = dataclasses.replace(EFFORT, first_nodes=0, trial_orders=0, padding_share=padding_share)
+    search.PlanSearch(graph_of(5, "step"), Options(layout_nodes=1000), effort=effort).run()
+    assert node_limits == ([0, 1000] if is_long else [0])
+
+
 def test_works_without_in_place_reuse() -> None:
     for seed, route in CASES:
         plan = planned(seed, route, Options(layout_nodes=0, disable=("reuse",)))
