@@ -7,8 +7,8 @@ import gc
 import os
 import re
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -31,6 +31,8 @@ from tests.sweeps.strangers_loops import LOOPS
 
 NEAR = 1e-3
 """Distance of what fast numerics give from what torch gives, as a share of the length of the latter."""
+MOVES = 10
+"""Or in what torch's results move by when every parameter moves by its last bit: some gradients are only roundings."""
 NOISE = 8 << 10
 """Bytes of Python's own that are in a peak of the heap, in no peak of torch's allocator."""
 
@@ -187,6 +189,28 @@ def reference(name: str, route: str, threads: int) -> Run:
 
 
 @functools.lru_cache(maxsize=6)
+def moved_by(name: str, threads: int) -> list[float]:
+    """How far each of eager's results for a row moves with the last bits of its parameters: the most of two draws."""
+    wanted, stranger = reference(name, "train_step", threads).results, stranger_of(name)
+    draws = [run(with_other_last_bits(stranger, seed), "eager").results for seed in range(2)]
+    return [max(pair) for pair in zip(*(_distances(draw, wanted) for draw in draws), strict=True)]
+
+
+def with_other_last_bits(stranger: Stranger, seed: int) -> Stranger:
+    """The row with each element of its parameters a rounding error larger, smaller or as it is."""
+
+    def build() -> nn.Module:
+        model, generator = stranger.build(), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                bits = torch.randint(-1, 2, parameter.shape, generator=generator)
+                parameter.mul_(1 + bits * torch.finfo(parameter.dtype).eps)
+        return model
+
+    return replace(stranger, build=build)
+
+
+@functools.lru_cache(maxsize=6)
 def outside(name: str, threads: int) -> list[tuple[int, int]]:
     """How often each loss of a row calls the model, and most bytes that it takes beside it, which no plan counts."""
     torch.set_num_threads(threads)
@@ -233,7 +257,8 @@ def judge(name: str, route: str, budget: str | None, seconds: int = 300, threads
             more = outside(name, threads) if route == "optimize" else [(1, 0)] * (1 + len(stranger.more))
             torch.set_num_threads(threads)
             ours = run(stranger, route, budget)
-            compare = functools.partial(compared, ours, around=more, exact=stranger.numerics == "exact")
+            moves = moved_by(name, threads) if stranger.numerics == "fast" else None
+            compare = functools.partial(compared, ours, around=more, moves=moves)
             verdict = compare(theirs)
             if verdict.outcome == "differs" and route != "train_step":  # aot_eager may move draws before one another
                 at = "eager"
@@ -252,14 +277,15 @@ def judge(name: str, route: str, budget: str | None, seconds: int = 300, threads
     return verdict
 
 
-def compared(ours: Run, theirs: Run, around: list[tuple[int, int]], exact: bool = True) -> Verdict:
-    """The verdict on bits and memory; ``around`` is of each step as :func:`outside` says.
+def compared(ours: Run, theirs: Run, around: list[tuple[int, int]], moves: Sequence[float] | None = None) -> Verdict:
+    """The verdict on memory and bits, or with ``moves`` distances; ``around`` is of each step as :func:`outside` says.
 
     Without a budget a plan is of one call; under a budget it holds for all calls before one backward.
     """
     text = f"peak {ours.peaks}, torch {theirs.peaks}"
     noise = NOISE if counts_heap() else 0
-    if wrong := (differences if exact else far)(ours.results, theirs.results):
+    compare = differences if moves is None else functools.partial(far, moves=moves)
+    if wrong := compare(ours.results, theirs.results):
         return Verdict("differs", f"{len(wrong)} places, first {wrong[0]}")
     if not all(ours.plans):
         return Verdict("above", "nothing was planned")
@@ -273,15 +299,24 @@ def compared(ours: Run, theirs: Run, around: list[tuple[int, int]], exact: bool 
     return Verdict("same", text)
 
 
-def far(actual: Any, wanted: Any) -> list[str]:
-    """Places where two nests of tensors are farther from one another than ``NEAR``."""
-    left, right = (pytree.tree_flatten_with_path(nest)[0] for nest in (actual, wanted))
+def far(actual: Any, wanted: Any, moves: Sequence[float]) -> list[str]:
+    """Places where two nests of tensors are farther from one another than ``NEAR``, and than ``moves`` of the place."""
     places = []
-    for (path, ours), (_, theirs) in zip(left, right, strict=True):
-        distance, length = float((ours.double() - theirs.double()).norm()), float(theirs.double().norm())
-        if not distance <= NEAR * length:
+    distances = _distances(actual, wanted)
+    for (path, theirs), distance, move in zip(_places(wanted), distances, moves, strict=True):
+        length = float(theirs.double().norm())
+        if not distance <= max(NEAR * length, MOVES * move):
             places.append(f"{pytree.keystr(path)}: {distance:.1e} away from a length of {length:.1e}")
     return places
+
+
+def _places(nest: Any) -> list[tuple[Any, Tensor]]:
+    return pytree.tree_flatten_with_path(nest)[0]
+
+
+def _distances(actual: Any, wanted: Any) -> list[float]:
+    pairs = zip(_places(actual), _places(wanted), strict=True)
+    return [float((ours.double() - theirs.double()).norm()) for (_, ours), (_, theirs) in pairs]
 
 
 def _failed(error: Exception, at: str) -> Verdict:
