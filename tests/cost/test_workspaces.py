@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from roamc.cost import workspace_bytes
+from roamc.operators.costs.others import GELU, GELU_BACKWARD, GRADIENT_MOVED
 from roamc.operators.exclusive import prod_backward
 from roamc.operators.fakes import kept_whole
 from roamc.operators.onednn import ONEDNN
@@ -59,6 +60,14 @@ def in_channels_last(*shape: int) -> Tensor:
 
 
 WORKSPACES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
+    "gelu by oneDNN": (lambda x: aten.gelu(x), (floats(8, 16),), GELU),
+    "gelu of a transpose, by torch": (lambda x: aten.gelu(x.t()), (floats(8, 16),), 0),
+    "the way back of gelu by oneDNN": (aten.gelu_backward, (floats(8, 16), floats(8, 16)), GELU_BACKWARD),
+    "the way back of gelu by oneDNN, from a transpose": (
+        lambda g, x: aten.gelu_backward(g.t(), x),
+        (floats(512, 512), floats(512, 512)),
+        MB + GELU_BACKWARD + GRADIENT_MOVED,
+    ),
     "many exponentials, at most": (aten.linalg_matrix_exp, (floats(1024, 16, 16),), 14 * MB + 64 * 1024),
     "one exponential, at most": (aten.linalg_matrix_exp, (floats(512, 512),), 12 * MB + 64),
     "inverses have factors and pivots": (

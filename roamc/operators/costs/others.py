@@ -21,6 +21,9 @@ NOTED, NOTED_VIEW = 48, 272
 MANY = 64
 """Tensors from which on a list counts as long."""
 
+GELU, GELU_BACKWARD, GRADIENT_MOVED = 12_544, 28_608, 9_344
+"""Bytes that oneDNN takes for ``gelu``, for its backward, and for bringing a gradient in order there; fixed."""
+
 FOURIER: Bytes = 104
 """Bytes that a Fourier transform takes for every element along the longest dimension that it transforms."""
 
@@ -115,6 +118,24 @@ def around(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``normal``: numbers as many as the result's, if means or deviations are a tensor."""
     name = getattr(call.target, "_overloadname", "")
     return result.nbytes if name in ("Tensor_float", "float_Tensor", "Tensor_Tensor") else 0
+
+
+def gelu(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``gelu``: what oneDNN takes for itself, where it runs by oneDNN."""
+    return GELU if _gelu_by_onednn(call, tensor_at(call, 0)) else 0
+
+
+def gelu_backward(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``gelu_backward``: what oneDNN takes for itself, and a copy of a gradient that is not contiguous."""
+    grad, x = tensor_at(call, 0), tensor_at(call, 1)
+    if not _gelu_by_onednn(call, x):
+        return 0
+    return GELU_BACKWARD + (0 if grad.is_contiguous() else GRADIENT_MOVED + result.nbytes)
+
+
+def _gelu_by_onednn(call: Call, x: torch.Tensor) -> bool:
+    exact = call.kwargs.get("approximate", "none") == "none"
+    return exact and x.dtype in (torch.float32, torch.bfloat16) and x.dim() > 0 and x.is_contiguous()
 
 
 def fourier(call: Call, result: torch.Tensor) -> Bytes:

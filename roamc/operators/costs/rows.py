@@ -125,6 +125,8 @@ ROWS: dict[str, Cost] = {
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _LOSS),
     "pow": Cost("tanh", exponent=1),
     "log_sigmoid_forward": Cost("exponential", read_as={0: plain}),
+    "gelu": Cost("exponential", workspace=others.gelu),
+    "gelu_backward": Cost("exponential_backward", workspace=others.gelu_backward),
     **dict.fromkeys(
         ("binary_cross_entropy", "soft_margin_loss"),
         Cost("exponential", workspace=others.losses, eager_workspace=others.losses_behind),
@@ -316,9 +318,9 @@ ONLY_KIND: dict[str, str] = {
     "replication_pad1d replication_pad3d as_strided_copy permute_copy transpose_copy t_copy "
     "expand_copy view_copy unfold_copy",
     "root": "sqrt rsqrt hypot",
-    "exponential": "exp exp2 expm1 log log2 log10 log1p erf erfc sigmoid silu gelu softplus elu celu selu logaddexp "
+    "exponential": "exp exp2 expm1 log log2 log10 log1p erf erfc sigmoid silu softplus elu celu selu logaddexp "
     "logit logit_backward",
-    "exponential_backward": "silu_backward gelu_backward softplus_backward elu_backward log_sigmoid_backward",
+    "exponential_backward": "silu_backward softplus_backward elu_backward log_sigmoid_backward",
     "tanh": "tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh mish mish_backward lgamma digamma "
     "erfinv igamma igammac polygamma xlogy special_erfcx special_i0 special_i1",
     "random": "_fused_dropout rand randn randint randperm cauchy log_normal geometric poisson rrelu_with_noise "
