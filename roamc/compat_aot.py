@@ -99,7 +99,7 @@ def default_partition(
     """Split a joint graph into (forward, backward) as torch does at full save: what eager saves, nothing recomputed.
 
     Five faults of torch's are mended, partly in ``joint`` itself: a random operator with several results that nobody
-    reads fails an assertion, backward gets dead copies of forward's random operators, which would draw again, the
+    reads fails an assertion, each half gets dead copies of the other's random operators, which would draw again, the
     running statistics of a batch norm in training are saved, which its backward takes and does not read, a
     generator's state is saved behind device meshes, where AOTAutograd expects no tensor any more, and results lose
     their description where a random operator runs again. What runs again draws from the generator's saved state on a
@@ -122,14 +122,24 @@ def default_partition(
             node.args = (*node.args[:3], None, None, *node.args[5:])
     with config.patch(graphsafe_rng_functionalization=False):
         forward, backward = split(joint, inputs, **how)
-    early = {node.name for node in forward.graph.nodes}
-    for node in reversed(list(backward.graph.nodes)):
-        if node.op == "call_function" and not node.users and node.name in early:
-            backward.graph.erase_node(node)
+    _draw_in_one_half(forward.graph, backward.graph)
     _save_objects_last(forward, backward, how["num_fwd_outputs"])
     _describe(forward.graph, joint.graph, how["num_fwd_outputs"])
     backward.recompile()
     return forward, backward
+
+
+def _draw_in_one_half(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Erase what nobody reads of the operators that both halves have from the half that does not run them in eager.
+
+    What backward draws without reading a gradient looks to torch like a part of forward.
+    """
+    early = {node.name: node for node in forward.nodes if node.op == "call_function"}
+    for late in reversed(list(backward.nodes)):
+        if late.op == "call_function" and late.name in early:
+            copy = late if late.meta.get("partitioner_tag") == "is_forward" else early[late.name]
+            if not copy.users:
+                copy.graph.erase_node(copy)
 
 
 def _run_once(joint: fx.Graph, outputs: int) -> None:

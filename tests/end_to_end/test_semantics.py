@@ -209,3 +209,37 @@ def test_numbers_that_nobody_reads_are_drawn(name: str, budget: str | None) -> N
         assert_same(results, (run_backward(twin, square, batch, seed=number), torch.rand(3)))
     with torch.no_grad():
         assert_same(seeded(model, *batch), seeded(twin, *batch))
+
+
+class Dithered(torch.autograd.Function):
+    """The identity. Backward draws twice and adds the second draw to the gradient: nobody reads the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        torch.rand(3)
+        return gradient + torch.rand(gradient.shape)
+
+
+class DrawsInBackward(nn.Module):
+    """Draws in forward, in backward of a dropout's result, and in backward of what is in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(Dithered.apply(F.dropout(Dithered.apply(self.first(x)).sin(), 0.5)))
+        return y
+
+
+@pytest.mark.parametrize("budget", [None, "min"])
+def test_numbers_that_backward_draws_without_a_gradient(budget: str | None) -> None:
+    model, twin = (seeded(DrawsInBackward) for _ in range(2))
+    model, batch = optimized(model, memory_budget=budget), (noise(2, 6, 8),)
+    for number in range(2):
+        results = run_backward(model, square, batch, seed=number), torch.rand(3)
+        assert_same(results, (run_backward(twin, square, batch, seed=number), torch.rand(3)))
