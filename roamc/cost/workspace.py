@@ -36,6 +36,7 @@ from roamc.operators.costs.cost import Cost
 from roamc.operators.costs.kinds import CONVERTING
 from roamc.operators.fused import Fused
 from roamc.operators.kernels import PIECE, kernel_of
+from roamc.operators.random import replay
 from roamc.units import Bytes
 
 
@@ -64,7 +65,8 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
     if cost.thread_workspace is not None:
         copied += threads * cost.thread_workspace(call, result)
     single = cost.single_workspace if threads == 1 else None
-    workspace = (cost.eager_workspace if eager else None) or single or cost.workspace
+    by_torch = eager or node.target is replay  # which calls the operator itself
+    workspace = (cost.eager_workspace if by_torch else None) or single or cost.workspace
     if workspace is not None:
         return copied + workspace(call, result)
     if all(tensor.dtype == result.dtype for argument in node.all_input_nodes for _, tensor in tensors_of(argument)):

@@ -15,6 +15,7 @@ from roamc.operators.costs.others import GELU, GELU_BACKWARD, GRADIENT_MOVED
 from roamc.operators.exclusive import prod_backward
 from roamc.operators.fakes import kept_whole
 from roamc.operators.onednn import ONEDNN
+from roamc.operators.random import replay
 from roamc.operators.scores import nll_of_scores
 from tests.cost.test_cost import floats, node_of
 
@@ -402,6 +403,14 @@ def test_workspace_of_an_operator(case: str) -> None:
     with kept_whole():
         node = node_of(function, *inputs)
     assert workspace_bytes(node, 2) == expected
+
+
+def test_a_dropout_that_runs_again_is_torchs_own() -> None:
+    first = node_of(lambda x: aten.native_dropout(x, 0.3, True), floats(512, 512))
+    again = first.graph.call_function(replay, (first, first.target, *first.args))
+    again.meta["val"] = first.meta["val"]
+    assert workspace_bytes(first, 2) == 0
+    assert workspace_bytes(again, 2) == workspace_bytes(first, 2, eager=True) == MB
 
 
 def test_eager_windows_take_an_image_first() -> None:
