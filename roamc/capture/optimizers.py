@@ -147,8 +147,8 @@ def init_state(
 ) -> Callable[[], None] | None:
     """Add what is missing of the parameter's entries in ``optimizer.state``; entries that exist stay.
 
-    The step count is 0, a float32 scalar, on the CPU or, for ``fused=True``, on the parameter's device. The other
-    entries hold ``rule.start`` and have the parameter's shape, dtype, device and, if it is dense, strides.
+    The step count is 0, a float32 scalar, on the CPU or, for ``fused=True``, on the parameter's device; without
+    ``fused=True`` a float64 scalar where that is the default dtype, as torch has it. The other entries hold ``rule.start`` and have the parameter's shape, dtype, device and, if it is dense, strides.
 
     Args:
         optimizer: holds ``parameter``; its ``state`` is changed.
@@ -164,8 +164,10 @@ def init_state(
     entries = before or {}
     missing: dict[str, torch.Tensor] = {}
     if rule.has_step and "step" not in entries:
-        device = parameter.device if group.get("fused") else torch.device("cpu")
-        missing["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        fused = group.get("fused")
+        double = not fused and torch.get_default_dtype() is torch.float64
+        device, dtype = parameter.device if fused else "cpu", torch.float64 if double else torch.float32
+        missing["step"] = torch.zeros((), dtype=dtype, device=device)
     absent = [key for key in rule.states(group) if entries.get(key) is None]
     missing.update({key: torch.full_like(parameter, rule.start) for key in absent})
     if not missing:

@@ -153,7 +153,7 @@ def check_devices(leaves: Sequence[Any], parameters: Sequence[torch.Tensor]) -> 
 def _trained(request: StepRequest, parameters: dict[str, nn.Parameter]) -> list[str]:
     """Names of the parameters that the optimizer updates, in its order."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    trained = []
+    trained: dict[str, None] = {}
     for group in request.optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -161,16 +161,22 @@ def _trained(request: StepRequest, parameters: dict[str, nn.Parameter]) -> list[
                     "the optimizer holds a parameter that the model does not; make the optimizer from "
                     "model.parameters() of this very model, after any change to it"
                 )
-            check_dtypes(names[id(parameter)], parameter)
+            name = names[id(parameter)]
+            check_dtypes(name, parameter)
+            if name in trained:
+                raise CaptureError(
+                    f"the optimizer holds {name!r} more than once, and torch updates it as often at every step; give "
+                    "each parameter to one group, and once"
+                )
             if parameter.requires_grad:
-                trained.append(names[id(parameter)])
+                trained[name] = None
     if not trained:
         frozen = any(group["params"] for group in request.optimizer.param_groups)
         raise CaptureError(
             f"the optimizer holds {'frozen parameters only' if frozen else 'no parameters'}, and a step would change "
             f"nothing: {'set requires_grad_(True), or ' if frozen else ''}make the optimizer from model.parameters()"
         )
-    return trained
+    return list(trained)
 
 
 class _Assembly:
@@ -305,7 +311,7 @@ class _Assembly:
             nodes[key] = self._state(graph, name, key, value)
         if self.rule.has_step and group.get("fused"):
             with self.mode:
-                nodes["step"] = self._state(graph, name, "step", torch.zeros((), device=plain.device))
+                nodes["step"] = self._state(graph, name, "step", torch.zeros((), dtype=torch.float32, device=plain.device))
         return nodes
 
     def _state(self, graph: fx.Graph, name: str, key: str, value: torch.Tensor) -> fx.Node:

@@ -133,6 +133,18 @@ def test_other_dtypes(kind: type[Optimizer], dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_step_count_has_the_dtype_that_torch_gives_it(fused: bool) -> None:
+    step, twin, reference = pair(lambda model: Adam(model.parameters(), fused=fused))
+    torch.set_default_dtype(torch.float64)
+    try:
+        step(*BATCHES[0])
+        eager_step(twin, square, reference, *BATCHES[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_trained_alike(step, twin, reference)
+
+
 def test_a_gradient_has_the_strides_of_its_parameter() -> None:
     """Of an image with its channels last, that of the kernel has others, and sums in 16 bits other last bits."""
     batches = [(noise(2, 8, 8, 8, seed=seed).bfloat16().to(memory_format=torch.channels_last),) for seed in range(2)]
@@ -357,6 +369,29 @@ def test_group_added_later() -> None:
         step(*batch)
         eager_step(twin, square, reference, *batch)
     assert_trained_alike(step, twin, reference)
+
+
+def duplicate_within(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"].append(groups[0]["params"][0])
+
+
+def duplicate_across(groups: list[dict[str, Any]]) -> None:
+    groups.append({**groups[0], "params": groups[0]["params"][:1], "lr": 0.3})
+
+
+@pytest.mark.parametrize("duplicate", [duplicate_within, duplicate_across], ids=name_of)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_parameter_that_the_optimizer_holds_twice_is_refused(
+    duplicate: Callable[[list[dict[str, Any]]], None], later: bool
+) -> None:
+    step, *_ = pair(sgd)
+    if later:
+        step(*BATCHES[0])
+    before = tensors_of(step.model)
+    duplicate(step.optimizer.param_groups)
+    with pytest.raises(roamc.CaptureError, match=r"'0\.weight' more than once"):
+        step(*BATCHES[1])
+    assert_same(tensors_of(step.model), before)
 
 
 def test_parameter_exchanged_in_place_of_another() -> None:
