@@ -105,11 +105,11 @@ def _put_back(module: nn.Module, own: dict[str, Any]) -> list[Change]:
             vars(module)[name] = own[name]
         else:
             del vars(module)[name]
-    return [Change(module, name, _varies(value)) for name, value in traced.items()]
+    return [Change(module, name, varies(value)) for name, value in traced.items()]
 
 
-def _varies(value: Any) -> bool:
-    """Whether a tensor of the trace depends on anything that it is fed, or draws; taken so for lists of tensors."""
+def varies(value: Any) -> bool:
+    """Return whether a tensor of the trace depends on anything that it is fed, or draws; True for lists of tensors."""
     node = compat.node_of(value) if isinstance(value, torch.Tensor) else None
     waiting, seen = [node], {node}
     while waiting:

@@ -98,20 +98,30 @@ def check_memory(tensors: Mapping[str, torch.Tensor], memory: Memory) -> None:
             )
 
 
-def check_same_parameters(model: torch.nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> None:
+def check_same_parameters(model: torch.nn.Module, held: Mapping[str, torch.Tensor]) -> None:
     """Refuse a loss function that has given a module another parameter: the optimizer would not know of it.
+
+    So it is where two parameters, or the modules that hold them, have changed places: the next step would find them as
+    they were before this one.
 
     Args:
         model: the model, with the stand-ins in the place of its parameters, behind the call of the loss function.
-        stand_ins: what stands for parameters and buffers in the trace, by name.
+        held: what :func:`parameters_by_name` returned before that call.
 
     Raises:
         CaptureError: names the parameter.
     """
-    stand_in_ids = set(map(id, stand_ins.values()))
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in stand_in_ids:
-            raise CaptureError(
-                f"the step puts another parameter into {name}, which the optimizer does not update; change the model "
-                "before the step"
-            )
+    now = parameters_by_name(model)
+    for name in {**now, **held}:
+        if now.get(name) is held.get(name):
+            continue
+        what = f"puts another parameter into {name}" if name in now else f"takes parameter {name} away"
+        raise CaptureError(
+            f"the step {what}, which the optimizer does not {'update' if name in now else 'follow'}; change the model "
+            "before the step"
+        )
+
+
+def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of ``model`` by all of their names, of which tied ones have several."""
+    return dict(model.named_parameters(remove_duplicate=False))

@@ -25,12 +25,20 @@ from roamc.capture import (
     rng_replay,
     user_line,
 )
+from roamc.capture.assigned_buffers import buffers_by_name, write_back
 from roamc.capture.attributes import Change, put_back
 from roamc.capture.batch_gradients import handed_over, laid_out, stand_for_batch, wanted_of
 from roamc.capture.closures import Closures, check_origins
 from roamc.capture.hooks import follow_hooks
 from roamc.capture.in_place_views import as_views
-from roamc.capture.leaves import check_memory, check_same_parameters, check_untouched, memory_of, state_of
+from roamc.capture.leaves import (
+    check_memory,
+    check_same_parameters,
+    check_untouched,
+    memory_of,
+    parameters_by_name,
+    state_of,
+)
 from roamc.capture.parts import place_gradient, stand_in
 from roamc.capture.questions import Question, Questions
 from roamc.capture.repeats import DiffersError, Repeats
@@ -210,10 +218,11 @@ class Trace:
             rng_replay.followed(), closures, communication.followed(), followed(self.replicas) as called,
             casts_alone(model), self.repeats.followed() if self.repeats else contextlib.nullcontext(),
         ):  # fmt: skip
+            parameters, buffers = parameters_by_name(model), buffers_by_name(model)
             loss = self.request.loss_fn(model, *self.request.rebuild(values))
             check_untouched(leaves, stand_ins, before)
             check_memory(named, memory)
-            check_same_parameters(model, stand_ins)
+            check_same_parameters(model, parameters)
             check_loss(loss)
             check_origins(model, loss, {id(real): name for name, real in self.parameters.items()})
             whole_loss = gathered(loss)  # by now: backward begins behind it
@@ -222,7 +231,7 @@ class Trace:
             asking = wanted_of(batch)
             with user_line.of_backward():
                 gradients = torch.autograd.grad(loss, [*trained.values(), *asking.values()], allow_unused=True)
-            self._write_back(stand_ins)  # by now: backward may read what a buffer was
+            write_back(model, buffers)  # by now: backward may read what a buffer was
         check_gradients([*trained, *(f"a batch tensor of shape {tuple(x.shape)}" for x in asking.values())], gradients)
         of_batch = dict(zip(asking, gradients[len(trained) :], strict=True))
         self.updated = [name for name, grad in zip(trained, gradients, strict=False) if grad is not None]
@@ -233,17 +242,6 @@ class Trace:
         handed = handed_over(of_batch, batch, (*flat, *results))
         self.handed = tuple(handed)
         return [*results, *handed.values()]
-
-    def _write_back(self, stand_ins: dict[str, torch.Tensor]) -> None:
-        """Copy each buffer that the model has assigned anew into the one that it had, so that the change is kept."""
-        for name, buffer in self.request.model.named_buffers(remove_duplicate=False):
-            before = stand_ins.get(name)
-            if before is None or buffer is before:
-                continue
-            if buffer.shape != before.shape or buffer.dtype != before.dtype:
-                raise CaptureError(f"buffer {name!r} changes shape or dtype during the step; keep both fixed")
-            with torch.no_grad():
-                before.copy_(buffer)
 
 
 def check_loss(loss: object) -> None:
