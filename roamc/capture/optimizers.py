@@ -148,7 +148,8 @@ def init_state(
     """Add what is missing of the parameter's entries in ``optimizer.state``; entries that exist stay.
 
     The step count is 0, a float32 scalar, on the CPU or, for ``fused=True``, on the parameter's device; without
-    ``fused=True`` a float64 scalar where that is the default dtype, as torch has it. The other entries hold ``rule.start`` and have the parameter's shape, dtype, device and, if it is dense, strides.
+    ``fused=True`` a float64 scalar where that is the default dtype, as torch has it. The other entries hold
+    ``rule.start`` and have the parameter's shape, dtype, device and, if it is dense, strides.
 
     Args:
         optimizer: holds ``parameter``; its ``state`` is changed.

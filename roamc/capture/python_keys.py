@@ -140,16 +140,16 @@ def changed(before: Mapping[Place, object], after: Mapping[Place, object]) -> fr
         after: the same after it.
     """
     pairs = ((place, before.get(place), after.get(place)) for place in {**before, **after})
-    return frozenset(place for place, old, new in pairs if not _is_counted(old, new))
+    return frozenset(place for place, old, new in pairs if not is_counted(old, new))
 
 
-def _is_counted(before: object, after: object) -> bool:
-    """Whether two keys differ at most in numbers, strings and the like; None is that of nothing."""
+def is_counted(before: object, after: object) -> bool:
+    """Return whether two keys differ at most in numbers, strings and the like; None is that of nothing."""
     if before == after or (_is_plain(before) and _is_plain(after)):
         return True
     if not isinstance(before, tuple) or not isinstance(after, tuple):
         return False
-    return len(before) == len(after) and all(map(_is_counted, before, after))
+    return len(before) == len(after) and all(map(is_counted, before, after))
 
 
 def _is_plain(described: object) -> bool:

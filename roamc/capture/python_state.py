@@ -31,6 +31,7 @@ from roamc.capture.python_keys import (
     PLAIN,
     Seen,
     implied_by,
+    is_counted,
     of_called,
     of_content,
     of_identity,
@@ -187,10 +188,10 @@ class Reads:
     def end(self) -> None:
         """Let values that the trace has changed in place count by identity alone; call it once the trace is over.
 
-        One such value is a list to which forward appends.
+        One such value is a list to which forward appends; none is a dict in which it counts up a number.
         """
         for key, (slot, before) in self._slots.items():
-            if key not in self._written and slot.now() != before:
+            if key not in self._written and not is_counted(before, slot.now()):
                 by_identity = Slot(slot.owner, slot.name, inside=False)
                 self._slots[key] = by_identity, by_identity.now()
 

@@ -311,7 +311,8 @@ class _Assembly:
             nodes[key] = self._state(graph, name, key, value)
         if self.rule.has_step and group.get("fused"):
             with self.mode:
-                nodes["step"] = self._state(graph, name, "step", torch.zeros((), dtype=torch.float32, device=plain.device))
+                count = torch.zeros((), dtype=torch.float32, device=plain.device)
+                nodes["step"] = self._state(graph, name, "step", count)
         return nodes
 
     def _state(self, graph: fx.Graph, name: str, key: str, value: torch.Tensor) -> fx.Node:

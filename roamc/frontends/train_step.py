@@ -84,6 +84,10 @@ def _lock_of(model: nn.Module) -> Lock:
         return _locks.setdefault(model, Lock())
 
 
+_Known = tuple[tuple[object, ...], dict[python_keys.Place, object]]
+"""What is known of a step without a trace: ``asked`` and all places of :class:`_Key`."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Key:
     """What a program was captured for: it serves steps for which all of this still holds.
@@ -93,12 +97,23 @@ class _Key:
         places: what these functions read, see :class:`roamc.capture.python_keys.Seen`, but for ``left``.
         left: where the trace has left something, such as a longer list: nothing there counts.
         reads: what tracing has read of modules beside that.
+        lasting: whether the trace has left all of this as it was. If not, as where the step turns a flag, the program
+            serves this one step: it would not turn the flag in another.
     """
 
     asked: tuple[object, ...]
     places: dict[python_keys.Place, object]
     left: frozenset[python_keys.Place]
     reads: python_state.Reads
+    lasting: bool
+
+    @staticmethod
+    def of(before: _Known, after: _Known, reads: python_state.Reads) -> _Key:
+        """Return the key for what was known before a trace and behind it, and what it has read of modules."""
+        left = python_keys.changed(before[1], after[1])
+        places = _without(before[1], left)
+        lasting = before[0] == after[0] and places == _without(after[1], left) and reads.hold()
+        return _Key(before[0], places, left, reads, lasting)
 
     @property
     def batch(self) -> object:
@@ -107,7 +122,8 @@ class _Key:
 
     def holds(self, asked: tuple[object, ...], places: dict[python_keys.Place, object]) -> bool:
         """Whether a step for which ``asked`` and ``places`` are known now is one that the program serves."""
-        return asked == self.asked and _without(places, self.left) == self.places and self.reads.hold()
+        same = asked == self.asked and _without(places, self.left) == self.places
+        return self.lasting and same and self.reads.hold()
 
 
 def _without(
@@ -292,7 +308,7 @@ class TrainStep:
             self.model, spread, self.optimizer, tuple(leaves), rebuild, self.clip_grad_norm, reduced=self._reduced or ()
         )
 
-    def _key(self, leaves: Sequence[Any], nest: Nest) -> tuple[tuple[object, ...], dict[python_keys.Place, object]]:
+    def _key(self, leaves: Sequence[Any], nest: Nest) -> _Known:
         """Return what is known of a step before capture: ``asked`` and ``places`` of its key, with nothing left out."""
         modules = modules_of(self.model)
         parameters, buffers = parameters_of(modules), buffers_of(modules)
@@ -339,8 +355,7 @@ class TrainStep:
                 exchange.give_up(error, self._shared)
                 self._forget_shared()
                 raise
-            left = python_keys.changed(places, self._key(leaves, nest)[1])
-            fresh = _Key(asked, _without(places, left), left, reads)
+            fresh = _Key.of((asked, places), self._key(leaves, nest), reads)
             if key is not None:
                 del self._steps[key]
             key, self._steps[fresh] = fresh, bound

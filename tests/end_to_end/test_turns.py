@@ -1,0 +1,95 @@
+"""What a step turns and a later step turns back: each step reads what the one before it has left, as in eager."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roamc
+from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, square, tensors_of
+
+
+class Turning(nn.Module):
+    """Turns something, and then scales its result by what that is."""
+
+    def __init__(self, turn: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+        self.count, self.flag, self.names = 0, False, ["a", "bb", "ccc"]
+        self.settings = {"factor": 1.0}
+        self.turn = turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.turn(self)
+        return self.dropout(self.layer(x)) * factor
+
+
+def count(m: Any) -> float:
+    m.count = (m.count + 1) % 3
+    return 1.0 + m.count
+
+
+def flag(m: Any) -> float:
+    m.flag = not m.flag
+    return 2.0 if m.flag else 1.0
+
+
+def in_a_dict(m: Any) -> float:
+    m.settings["factor"] = 3.0 - m.settings["factor"]
+    return float(m.settings["factor"])
+
+
+def another_dict(m: Any) -> float:
+    m.settings = {"factor": 3.0 - m.settings["factor"]}
+    return float(m.settings["factor"])
+
+
+def in_a_list(m: Any) -> float:
+    m.names.append(m.names.pop(0))
+    return float(len(m.names[0]))
+
+
+def training(m: Any) -> float:
+    m.train(not m.training)
+    return 1.0
+
+
+def assert_turns(model: nn.Module, loss: Callable[..., Tensor], twins_loss: Callable[..., Tensor]) -> None:
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, loss, sgd(model), strict=True), sgd(twin)
+    states = [torch.manual_seed(1).get_state()] * 2
+    for number in range(7):
+        x, losses = noise(4, 8, seed=number), []
+        for which, run in enumerate((step, lambda x: eager_step(twin, twins_loss, reference, x))):
+            torch.set_rng_state(states[which])
+            losses.append(run(x))
+            states[which] = torch.get_rng_state()
+        assert_same(*losses, f"loss of step {number}")
+        assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
+    assert len(step.plans) <= 3
+
+
+@pytest.mark.parametrize("turn", [count, flag, in_a_dict, another_dict, in_a_list, training])
+def test_what_forward_turns_in_its_module(turn: Callable[[Any], float]) -> None:
+    assert_turns(Turning(turn), square, square)
+
+
+class Rotating:
+    """A loss that scales by the first number of a queue, behind which it puts it."""
+
+    def __init__(self) -> None:
+        self.queue = deque([1.0, 2.0])
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.queue.rotate(1)
+        return square(model, x) * self.queue[0]
+
+
+def test_what_a_loss_turns_in_itself() -> None:
+    assert_turns(nn.Linear(8, 8), Rotating(), Rotating())
