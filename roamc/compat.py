@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -61,6 +62,8 @@ class CaptureMode(FakeTensorMode):
         answer: returns the value that an operator reads from fakes, of which the graph being traced has been given a
             node; of this mode and that node. None where such an operator raises ``DataDependentError``.
         tracer: what traces now; None outside of a trace.
+        strayed: whether another thread than the one that traces has computed with fakes, of which the graph knows
+            nothing.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class CaptureMode(FakeTensorMode):
         self.over = False
         self.answer: Callable[[CaptureMode, fx.Node], Any] | None = None
         self.tracer: fx.Tracer | None = None
+        self.strayed = False
+        self._thread = threading.get_ident()
         self._faked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._written: set[int] = set()
         self._kernel_of = kernel_of or (lambda operator: None)
@@ -101,6 +106,7 @@ class CaptureMode(FakeTensorMode):
                 "this tensor was left behind where roamc.train_step traced the step, in a dict for example, and has no "
                 "value; inside the step, write the value into a tensor made before, such as total.copy_(value.detach())"
             )
+        self.strayed |= threading.get_ident() != self._thread and not self.over
         tensors = [*_tensors_in(args), *_tensors_in(kwargs)]
         if any(map(is_dtensor, tensors)):
             return NotImplemented  # DTensor calls the operators on its parts
@@ -136,12 +142,17 @@ class CaptureMode(FakeTensorMode):
             return value
 
     def begin(self) -> None:
-        """Begin a trace, which has written to nothing."""
+        """Begin a trace in this thread, which has written to nothing."""
         self._written.clear()
+        self._thread = threading.get_ident()
 
     def has_written(self, tensor: torch.Tensor) -> bool:
         """Whether the trace so far writes to the memory of a real tensor that it has met."""
         return id(tensor) in self._faked and identity(self._faked[id(tensor)][1]) in self._written
+
+    def writes_to(self, fake: torch.Tensor) -> bool:
+        """Whether the trace so far writes to the memory of one of its fakes."""
+        return identity(fake) in self._written
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake of a real tensor, which stays alive, so that all uses have one storage."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from roamc.capture.attributes import varies
-from roamc.compat import identity
+from roamc.compat import CaptureMode, identity
 from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
 
@@ -27,16 +27,17 @@ def buffers_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_buffers(remove_duplicate=False))
 
 
-def write_back(model: nn.Module, held: Mapping[str, torch.Tensor]) -> None:
+def write_back(model: nn.Module, held: Mapping[str, torch.Tensor], mode: CaptureMode) -> None:
     """Copy each buffer that the model has assigned anew into the one that it had, so that the change is kept.
 
     Args:
         model: the model behind the call of the loss function, with the stand-ins of the trace.
         held: what :func:`buffers_by_name` returned before that call.
+        mode: of the trace, which knows what the step has written to.
 
     Raises:
-        CaptureError: a buffer has come, gone, got another shape or dtype, or comes to share memory with another buffer
-            or a parameter.
+        CaptureError: a buffer has come, gone, got another shape or dtype, or comes to share memory that is written with
+            another buffer or a parameter.
     """
     now = buffers_by_name(model)
     _check_names(now, held)
@@ -44,7 +45,7 @@ def write_back(model: nn.Module, held: Mapping[str, torch.Tensor]) -> None:
     for name, value in assigned.items():
         if value.shape != held[name].shape or value.dtype != held[name].dtype:
             raise CaptureError(f"buffer {name!r} changes shape or dtype during the step; keep both fixed")
-    _check_apart(model, now, held, assigned)
+    _check_apart(model, now, held, assigned, mode)
     written = {identity(part_of(held[name])) for name in assigned}
     with torch.no_grad():
         values = {n: x.clone() if identity(part_of(x)) in written else x for n, x in assigned.items()}
@@ -72,17 +73,25 @@ def _check_apart(
     now: Mapping[str, torch.Tensor],
     held: Mapping[str, torch.Tensor],
     assigned: Mapping[str, torch.Tensor],
+    mode: CaptureMode,
 ) -> None:
-    """Refuse a buffer that shares memory with another one or a parameter from now on, or was the same tensor before."""
+    """Refuse a buffer that shares memory that is written with another one from now on, or was the same tensor before.
+
+    The same holds for the memory of a parameter that is trained. Memory that nobody writes may be shared, such as that
+    of the frequencies that a model chooses by the length of its batch.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained_names = {name for name, _ in trained}
     sharing, tied = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
-    for name, tensor in (*model.named_parameters(), *now.items()) if assigned else ():
+    for name, tensor in (*trained, *now.items()):
         sharing[identity(part_of(tensor))].append(name)
         tied[id(held.get(name, tensor))].append(name)
     for name, value in assigned.items():
         after, before = sharing[identity(part_of(value))], tied[id(held[name])]
-        if after != before:
-            other = next(one for one in (*after, *before) if one != name)
+        is_written = mode.writes_to(part_of(value)) or not trained_names.isdisjoint(after)
+        others = [one for one in (*before, *(after if is_written else ())) if one != name]
+        if others and after != before:
             raise CaptureError(
-                f"the step assigns a tensor to buffer {name!r} that shares memory with {other!r}, or did before, and "
-                f"the next step would not find it so; assign a .clone(), or write by {name}.copy_()"
+                f"the step assigns a tensor to buffer {name!r} that shares memory with {others[0]!r}, or did before, "
+                f"and the next step would not find it so; assign a .clone(), or write by {name}.copy_()"
             )

@@ -21,7 +21,7 @@ from roamc.capture.batch import check_dense
 from roamc.compat import identity
 from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
-from roamc.graph import operators, placeholders, tensors_of
+from roamc.graph import attribute, operators, placeholders, tensors_of
 from roamc.graph.rewrite import move
 from roamc.operators import ops
 
@@ -59,6 +59,22 @@ class Closures(TorchFunctionMode):
 
 _OF_MEMORY = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 """What reads the values of a real tensor in its memory, of which no trace would hear."""
+
+
+def check_followed(module: fx.GraphModule, mode: compat.CaptureMode) -> None:
+    """Refuse a trace of which a part was computed where it does not follow, so that ``module`` lacks operators.
+
+    Its results would be constants without elements, and what it writes would be lost.
+
+    Raises:
+        CaptureError: ``loss_fn`` computes in a thread of its own, or without the modes of the trace.
+    """
+    constants = (attribute(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr"))
+    if mode.strayed or any(map(compat.is_traced, constants)):
+        raise CaptureError(
+            "the step computes where no trace follows, as in another thread; compute in the thread that calls the "
+            "step, or use roamc.optimize"
+        )
 
 
 def join_constants(graph: fx.Graph, mode: compat.FakeTensorMode) -> None:

@@ -28,7 +28,7 @@ from roamc.capture import (
 from roamc.capture.assigned_buffers import buffers_by_name, write_back
 from roamc.capture.attributes import Change, put_back
 from roamc.capture.batch_gradients import handed_over, laid_out, stand_for_batch, wanted_of
-from roamc.capture.closures import Closures, check_origins
+from roamc.capture.closures import Closures, check_followed, check_origins
 from roamc.capture.hooks import follow_hooks
 from roamc.capture.in_place_views import as_views
 from roamc.capture.leaves import (
@@ -138,6 +138,7 @@ class Trace:
         Raises:
             CaptureError: the step cannot be one graph; one line that says what to do.
         """
+        self._mode = mode
         mode.answer = self._questions.answer
         device = self.request.device or torch.device("cpu")
         reals = [*self.parameters.values(), *self.buffers.values()]
@@ -155,6 +156,7 @@ class Trace:
                 user_line.noted(),
             ):
                 module = self._traced(fakes, mode)
+                check_followed(module, mode)
             if self.shardings:
                 self._place_gathers(module.graph)
             as_views(module.graph)
@@ -231,7 +233,7 @@ class Trace:
             asking = wanted_of(batch)
             with user_line.of_backward():
                 gradients = torch.autograd.grad(loss, [*trained.values(), *asking.values()], allow_unused=True)
-            write_back(model, buffers)  # by now: backward may read what a buffer was
+            write_back(model, buffers, self._mode)  # by now: backward may read what a buffer was
         check_gradients([*trained, *(f"a batch tensor of shape {tuple(x.shape)}" for x in asking.values())], gradients)
         of_batch = dict(zip(asking, gradients[len(trained) :], strict=True))
         self.updated = [name for name, grad in zip(trained, gradients, strict=False) if grad is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -175,3 +176,33 @@ def test_a_tensor_of_nobodys_that_is_read_twice_by_views_has_one_storage() -> No
     graph = step.latest.executable.planned.graph
     held = [node for node in graph.graph.nodes if node.op == "get_attr"]
     assert [len(node.users) for node in held] == [2]
+
+
+def in_a_thread(compute: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(compute()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def modes_off(compute: Callable[[], Any]) -> Any:
+    with torch.utils._python_dispatch._disable_current_modes():
+        return compute()
+
+
+THREADED: dict[str, Loss] = {
+    "all": lambda m, x: in_a_thread(lambda: square(m, x)),
+    "one layer": lambda m, x: square(m[2], in_a_thread(lambda: m[0](x))),
+    "a factor": lambda m, x: square(m, x) * in_a_thread(lambda: m[0](x).detach().mean()),
+    "a write to a buffer": lambda m, x: 0 * len(in_a_thread(lambda: m[1].running_mean.mul_(0.5))) + square(m, x),
+    "a factor without modes": lambda m, x: square(m, x) * modes_off(lambda: x * 2).mean(),
+}
+
+
+@pytest.mark.parametrize("name", THREADED)
+def test_what_no_trace_follows_is_refused(name: str) -> None:
+    model = net()
+    step = roamc.train_step(model, THREADED[name], sgd(model), strict=True)
+    with pytest.raises(roamc.CaptureError, match="no trace follows"):
+        step(X)
