@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, 
 from torch.utils._python_dispatch import _disable_current_modes
 
 from roamc.compat_dtensor import is_dtensor, part_of
-from roamc.compat_eager import as_in_eager
+from roamc.compat_eager import as_in_eager, changed_setting, kernel_settings
 from roamc.errors import CaptureError
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload"]  # torch's, for others to import here
@@ -62,8 +62,8 @@ class CaptureMode(FakeTensorMode):
         answer: returns the value that an operator reads from fakes, of which the graph being traced has been given a
             node; of this mode and that node. None where such an operator raises ``DataDependentError``.
         tracer: what traces now; None outside of a trace.
-        strayed: whether another thread than the one that traces has computed with fakes, of which the graph knows
-            nothing.
+        strayed: whether another thread than the one that traces has computed with fakes, past the graph.
+        switched: which setting for kernels an operator met with another value than at first, in words; empty if none.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class CaptureMode(FakeTensorMode):
         self.over = False
         self.answer: Callable[[CaptureMode, fx.Node], Any] | None = None
         self.tracer: fx.Tracer | None = None
-        self.strayed = False
-        self._thread = threading.get_ident()
+        self.strayed, self.switched = False, ""
+        self._thread, self._settings = threading.get_ident(), kernel_settings()
         self._faked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._written: set[int] = set()
         self._kernel_of = kernel_of or (lambda operator: None)
@@ -106,9 +106,10 @@ class CaptureMode(FakeTensorMode):
                 "this tensor was left behind where roamc.train_step traced the step, in a dict for example, and has no "
                 "value; inside the step, write the value into a tensor made before, such as total.copy_(value.detach())"
             )
-        self.strayed |= threading.get_ident() != self._thread and not self.over
+        if not self.over:
+            self.strayed |= threading.get_ident() != self._thread
+            self.switched = self.switched or changed_setting(self._settings)
         tensors = [*_tensors_in(args), *_tensors_in(kwargs)]
-        if any(map(is_dtensor, tensors)):
             return NotImplemented  # DTensor calls the operators on its parts
         real = [tensor for tensor in tensors if _is_real(tensor)]
         if real:
@@ -144,7 +145,7 @@ class CaptureMode(FakeTensorMode):
     def begin(self) -> None:
         """Begin a trace in this thread, which has written to nothing."""
         self._written.clear()
-        self._thread = threading.get_ident()
+        self._thread, self._settings = threading.get_ident(), kernel_settings()
 
     def has_written(self, tensor: torch.Tensor) -> bool:
         """Whether the trace so far writes to the memory of a real tensor that it has met."""

@@ -14,6 +14,8 @@ to all callers but torch and roamc, by stand-ins:
 An address, as of ``x.data_ptr()``, has no answer before the step runs: it is refused. ``type(x)`` is answered as
 torch does. torch itself sees the flag as it is: while it says that FX traces, dynamo runs plain what ``torch.compile``
 has made.
+
+Settings that decide which kernels run are compared as well: a program runs all its operators with those around it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -127,3 +129,25 @@ def as_in_eager() -> Iterator[None]:
             patches.callback(setattr, module, "__class__", module.__class__)
             module.__class__ = _StandingIn
         yield
+
+
+def kernel_settings() -> dict[str, object]:
+    """Return these settings as they are now, each by a name for messages.
+
+    Those of attention are not among them: they decide which operators a trace meets.
+    """
+    return {
+        "torch.backends.mkldnn.enabled": torch._C._get_mkldnn_enabled(),
+        "torch.backends.cudnn.enabled": torch._C._get_cudnn_enabled(),
+        "torch.backends.cudnn.deterministic": torch._C._get_cudnn_deterministic(),
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "the precision of products on a CPU": torch._C._get_fp32_precision_getter("mkldnn", "matmul"),
+        "the precision of products on a GPU": torch._C._get_fp32_precision_getter("cuda", "matmul"),
+        "the precision of convolutions on a GPU": torch._C._get_fp32_precision_getter("cuda", "conv"),
+    }
+
+
+def changed_setting(before: Mapping[str, object]) -> str:
+    """Return a setting that is another now than in ``before``, a result of :func:`kernel_settings`, in words; or ""."""
+    changed = ((name, value) for name, value in kernel_settings().items() if value != before[name])
+    return next((f"{name} from {before[name]!r} to {value!r}" for name, value in changed), "")

@@ -67,8 +67,14 @@ def check_followed(module: fx.GraphModule, mode: compat.CaptureMode) -> None:
     Its results would be constants without elements, and what it writes would be lost.
 
     Raises:
-        CaptureError: ``loss_fn`` computes in a thread of its own, or without the modes of the trace.
+        CaptureError: ``loss_fn`` computes in a thread of its own, or without the modes of the trace, or it changes
+            which kernels run, of which the graph says nothing.
     """
+    if mode.switched:
+        raise CaptureError(
+            f"the step changes {mode.switched} while it runs, and a captured step runs with one value: set it around "
+            "the step, or use roamc.optimize"
+        )
     constants = (attribute(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr"))
     if mode.strayed or any(map(compat.is_traced, constants)):
         raise CaptureError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, square, tensors_of
+from tests.end_to_end.helpers import assert_same, eager_step, noise, onednn, sgd, square, tensors_of
 
 X = noise(4, 8)
 Loss = Callable[[Any, Tensor], Tensor]
@@ -206,3 +206,29 @@ def test_what_no_trace_follows_is_refused(name: str) -> None:
     step = roamc.train_step(model, THREADED[name], sgd(model), strict=True)
     with pytest.raises(roamc.CaptureError, match="no trace follows"):
         step(X)
+
+
+def without_onednn(m: Any, x: Tensor) -> Tensor:
+    with onednn(enabled=False):
+        return square(m, x)
+
+
+def deterministic_behind(m: Any, x: Tensor) -> Tensor:
+    loss = square(m, x)
+    torch.use_deterministic_algorithms(True)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"), [(without_onednn, r"mkldnn\.enabled from True to False"), (deterministic_behind, "determin")]
+)
+def test_a_loss_that_changes_which_kernels_run_is_refused(loss: Loss, says: str) -> None:
+    model = net()
+    step = roamc.train_step(model, loss, sgd(model), strict=True)
+    try:
+        with pytest.raises(roamc.CaptureError, match=says):
+            step(X)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with onednn(enabled=False):
+        roamc.train_step(model, square, sgd(model), strict=True)(X)
