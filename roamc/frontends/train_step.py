@@ -158,7 +158,11 @@ class TrainStep:
         self.options = options
         self.clip_grad_norm = clip_grad_norm
         check_whole(model)
-        self._rule = rule_for(optimizer)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set what copies and pickles do not carry."""
+        self._rule = rule_for(self.optimizer)
         self._steps: OrderedDict[_Key, BoundStep] = OrderedDict()
         self._shared: dict[object, None] = {}
         self._reduced: tuple[str, ...] | None = None
@@ -177,7 +181,7 @@ class TrainStep:
             BudgetError: the plan does not fit ``memory_budget``; nothing has run.
             RanksError: other ranks, which have to take this step too, take another, or have other values.
         """
-        with self._others_told():
+        with self._others_told(before_plans=True):
             leaves, nest = take_apart((batch, named))
             check_batch(leaves)
             self._check_surroundings()
@@ -243,18 +247,11 @@ class TrainStep:
         return self.latest.executable.program.source if self._steps else ""
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        del state["_steps"], state["_rule"], state["_node_hooks"]
-        return state
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._rule = rule_for(self.optimizer)
-        self._steps = OrderedDict()
-        self._shared = {}
-        self._reduced = None
-        self._sent = ()
-        self._node_hooks = NodeHooks()
+        self._begin()
 
     def _check_surroundings(self) -> None:
         """Refuse contexts around this call that would have no effect on the step, or that no step can run in.
@@ -341,7 +338,7 @@ class TrainStep:
         Returns:
             The program, and what its :meth:`roamc.frontends.bound_step.BoundStep.cohorts_now` returns.
         """
-        with self._others_told():
+        with self._others_told(before_plans=True):
             asked, places = self._key(leaves, nest)
         alike = (entry for entry in reversed(self._steps) if entry.holds(asked, places))
         key = next((entry for entry in alike if self._steps[entry].answers(leaves)), None)
@@ -349,12 +346,8 @@ class TrainStep:
         cohorts = bound.cohorts_now() if bound is not None else None
         if key is None or bound is None or cohorts is None:
             exchange.begin()
-            try:
+            with self._others_told():
                 bound, reads = self._build(leaves, nest)
-            except Exception as error:
-                exchange.give_up(error, self._shared)
-                self._forget_shared()
-                raise
             fresh = _Key.of((asked, places), self._key(leaves, nest), reads)
             if key is not None:
                 del self._steps[key]
@@ -367,12 +360,17 @@ class TrainStep:
         return bound, cohorts
 
     @contextlib.contextmanager
-    def _others_told(self) -> Iterator[None]:
-        """Context manager: other ranks, which may run a program of this step, learn of an error inside."""
+    def _others_told(self, *, before_plans: bool = False) -> Iterator[None]:
+        """Context manager: other ranks, which may run a program of this step, learn of an error inside.
+
+        Args:
+            before_plans: whether this rank has not begun to plan the step, as other ranks may have.
+        """
         try:
             yield
         except Exception as error:
-            exchange.begin()  # as ranks that plan this step
+            if before_plans:
+                exchange.begin()
             exchange.give_up(error, self._shared)
             self._forget_shared()
             raise
