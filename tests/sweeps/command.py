@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.sweeps import pool
+from tests.sweeps.databases import Entry
 from tests.sweeps.pool import Row
 
 
@@ -58,3 +60,32 @@ def record(
             if row["outcome"] not in good:
                 print(f"{row['outcome']}: {name}: {row['text']}", flush=True)
     return counts
+
+
+def judged(
+    rows: Iterable[tuple[str, dict[str, Any], Row]], log: Path, good: Container[str] = ("same", "left out")
+) -> int:
+    """As :func:`record`; print how many outcomes are ``good``, and return what the command exits with: 0 if all are."""
+    counts = record(rows, log, good=good)
+    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    count_good = sum(count for outcome, count in counts.items() if outcome in good)
+    print(f"{count_good} of {counts.total()} as they should be: {said}")
+    return int(count_good < counts.total())
+
+
+def by_operator(about: str, log: str, entries: Iterable[Entry], work: pool.Work, good: Container[str]) -> int:
+    """The whole of a command that judges samples of operators of torch's database; as :func:`judged`.
+
+    Args:
+        about: what the command does.
+        log: where it writes by default.
+        entries: the operators, of which the option ``--only`` chooses.
+        work: judges a job, an entry and the number of its samples.
+        good: outcomes that are as they should be.
+    """
+    argument_parser = parser(about, log)
+    argument_parser.add_argument("--samples", type=int, default=2, help="of each entry, evenly spread (default: 2)")
+    argument_parser.add_argument("--only", default="", help="regular expression on e.g. 'op add float32'")
+    options = argument_parser.parse_args()
+    jobs = [(entry, options.samples) for entry in entries if re.search(options.only, str(entry))]
+    return judged(by_entry(work, jobs, options.workers), options.log, good)

@@ -41,10 +41,7 @@ def main() -> int:
         (_name(seed, row), {"family": options.family, "seed": seed}, row)
         for seed, _, row in pool.run(functools.partial(work, options.family), seeds, options.workers)
     )
-    counts = command.record(rows, Path(str(options.log).format(family=options.family)))
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    print(f"{sum(counts[outcome] for outcome in GOOD)} of {sum(counts.values())} as they should be: {said}")
-    return int(any(outcome not in GOOD for outcome in counts))
+    return command.judged(rows, Path(str(options.log).format(family=options.family)), GOOD)
 
 
 def _name(seed: int, row: pool.Row) -> str:

@@ -35,10 +35,7 @@ def main() -> int:
     seeds = range(options.first, options.first + options.count)
     batches = [seeds[start : start + options.batch] for start in range(0, len(seeds), options.batch)]
     rows = (row for batch in batches for row in _rows(batch, options.workers))
-    counts = command.record(rows, options.log)
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    print(f"{sum(counts[outcome] for outcome in GOOD)} of {sum(counts.values())} as they should be: {said}")
-    return int(any(outcome not in GOOD for outcome in counts))
+    return command.judged(rows, options.log, GOOD)
 
 
 def _rows(seeds: Sequence[int], workers: int) -> Iterator[tuple[str, dict[str, Any], pool.Row]]:

@@ -62,10 +62,7 @@ def main() -> int:
         (_name(seed, row), {"seed": seed}, row)
         for seed, _, row in pool.run(functools.partial(work, options.ways), seeds, options.workers)
     )
-    counts = command.record(rows, options.log, good=GOOD)
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    print(f"{sum(counts[outcome] for outcome in GOOD)} of {sum(counts.values())} as they should be: {said}")
-    return int(any(outcome not in GOOD for outcome in counts))
+    return command.judged(rows, options.log, GOOD)
 
 
 def _name(seed: int, row: pool.Row) -> str:

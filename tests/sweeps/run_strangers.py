@@ -40,10 +40,7 @@ def main() -> int:
         (f"{name} {row.get('route', '')} {row.get('budget') or ''}".strip(), {"name": name}, row)
         for name, _, row in pool.run(functools.partial(work, ways), options.only, options.workers)
     )
-    counts = command.record(rows, options.log)
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    print(f"{sum(counts[outcome] for outcome in GOOD)} of {sum(counts.values())} as they should be: {said}")
-    return int(any(outcome not in GOOD for outcome in counts))
+    return command.judged(rows, options.log, GOOD)
 
 
 def _options() -> Any:

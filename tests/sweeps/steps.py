@@ -7,7 +7,6 @@ The tensors of a sample that need a gradient are parameters; the loss weighs eve
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -118,15 +117,8 @@ def work(job: tuple[Entry, int | None], first: int) -> Iterator[pool.Row]:
 
 def main() -> int:
     """Run the sweep; 1 if a step has other bits than eager, or fails."""
-    parser = command.parser("torch's database of operators by roamc.train_step", "build/steps.jsonl")
-    parser.add_argument("--samples", type=int, default=2, help="of each entry, evenly spread (default: %(default)s)")
-    parser.add_argument("--only", default="", help="regular expression on e.g. 'op add float32'")
-    options = parser.parse_args()
-    chosen = [entry for entry in entries() if re.search(options.only, str(entry))]
-    jobs = [(entry, options.samples) for entry in chosen]
-    counts = command.record(command.by_entry(work, jobs, options.workers), options.log, good=GOOD)
-    print(f"{len(chosen)} operators: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
-    return int(any(outcome not in GOOD for outcome in counts))
+    about = "torch's database of operators by roamc.train_step"
+    return command.by_operator(about, "build/steps.jsonl", entries(), work, GOOD)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ compiled in a mode, out of which roamc's programs step.
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -244,21 +243,14 @@ def work(job: tuple[Entry, int | None], first: int) -> Iterator[pool.Row]:
     entry, samples = job
     for row in verdicts(entry, samples, judge, first, cases=cases):
         outcome = row["outcome"]
-        is_explained = outcome not in ("same", "left out") and not unexplained(entry, outcome)
-        yield {**row, "outcome": "known" if is_explained else outcome, "text": f"{outcome}: {row['text']}"}
+        is_known = outcome not in ("same", "left out") and not unexplained(entry, outcome)
+        yield {**row, "outcome": "known" if is_known else outcome, "text": f"{outcome}: {row['text']}"}
 
 
 def main() -> int:
     """Run the sweep; 1 if an outcome is not explained."""
-    parser = command.parser("torch's database of operators by torch's own road", "build/torch-road.jsonl")
-    parser.add_argument("--samples", type=int, default=2, help="of each entry, evenly spread (default: %(default)s)")
-    parser.add_argument("--only", default="", help="regular expression on e.g. 'op add float64'")
-    options = parser.parse_args()
-    chosen = [entry for entry in entries() if re.search(options.only, str(entry))]
-    jobs = [(entry, options.samples) for entry in chosen]
-    counts = command.record(command.by_entry(work, jobs, options.workers), options.log)
-    print(f"{len(chosen)} operators: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
-    return int(any(outcome not in ("same", "known", "left out") for outcome in counts))
+    about = "torch's database of operators by torch's own road"
+    return command.by_operator(about, "build/torch-road.jsonl", entries(), work, ("same", "known", "left out"))
 
 
 if __name__ == "__main__":
