@@ -1,4 +1,4 @@
-"""Tests of an argument's strides: torch's kernels on a CPU read one that passes as it is, and copy any other first.
+"""Tests of arguments: of strides, which a CPU's kernel reads as they are or else copies first, and of half precision.
 
 Read off the heap with torch 2.13, operator by operator (``benchmarks/workspace.py --operators``).
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 
 from roamc.units import Bytes
+
+INDEX: Bytes = 8
+"""Bytes of a position in a tensor, such as an index or the place of a pixel, whatever dtype the argument has."""
 
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes of half precision, which kernels on a CPU compute in float32."""

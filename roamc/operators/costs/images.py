@@ -9,12 +9,9 @@ from math import prod
 import torch
 
 from roamc.operators.call import Call, tensor_at
-from roamc.operators.costs.arguments import channels_last, fits_channels_last, is_half
+from roamc.operators.costs.arguments import INDEX, channels_last, fits_channels_last, is_half
 from roamc.operators.schemas import stem
 from roamc.units import Bytes
-
-INDEX: Bytes = 8
-"""Bytes of the place of a pixel that is read."""
 
 SMALL = 128
 """Height and width together up to which results are computed channels last, whatever they lie like."""

@@ -1,6 +1,6 @@
 """Workspace of operators that read, sort or add by index, on a CPU: read off the heap with torch 2.13.
 
-Numbers that these docstrings count are indices and the like, of 8 bytes each, see :data:`INDEX`.
+Numbers that these docstrings count are indices and the like, of :data:`INDEX` bytes each.
 """
 
 from __future__ import annotations
@@ -8,13 +8,10 @@ from __future__ import annotations
 import torch
 
 from roamc.operators.call import Call, broadcast_elements, fakes, rows_of, tensor_at, tensors_in
-from roamc.operators.costs.arguments import is_half
+from roamc.operators.costs.arguments import INDEX, is_half
 from roamc.operators.costs.cost import Cost
 from roamc.operators.schemas import argument_of
 from roamc.units import Bytes
-
-INDEX: Bytes = 8
-"""Bytes of an index in a workspace, whatever dtype the argument has."""
 
 MEAN, LARGEST = 1, 2
 """Modes of ``_embedding_bag``: means and largest elements."""

@@ -285,8 +285,8 @@ def gammas_copied(call: Call, result: torch.Tensor) -> Bytes:
     return gammas(call, result) + result.nbytes
 
 
-def padded_parts(call: Call, result: torch.Tensor) -> Bytes:
-    """Workspace of ``_chunk_cat``: its padded arguments, together like ``result``."""
+def result_again(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace as large as ``result``: padded arguments of ``_chunk_cat``; counts of each thread of ``histogram``."""
     return result.nbytes
 
 
@@ -294,11 +294,6 @@ def flags(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``all`` and ``any``: the argument as flags."""
     read = tensor_at(call, 0)
     return read.numel() if read.dtype not in (torch.bool, torch.uint8) else 0
-
-
-def counts_per_thread(call: Call, result: torch.Tensor) -> Bytes:
-    """Workspace of each thread in ``histogram``: counts like its first ``result``."""
-    return result.nbytes
 
 
 def log_sum(call: Call, result: torch.Tensor) -> Bytes:

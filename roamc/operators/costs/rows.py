@@ -20,7 +20,7 @@ from roamc.operators.costs import (
     products,
     softmax,
 )
-from roamc.operators.costs.arguments import image, matrix, plain, triangular
+from roamc.operators.costs.arguments import INDEX, image, matrix, plain, triangular
 from roamc.operators.costs.cost import Cost, FlopFormula, Ordered
 from roamc.operators.costs.kinds import COLLECTIVE, FREE
 
@@ -33,6 +33,10 @@ _LOSS = Cost("pointwise", workspace=others.losses)
 _DRAW = Cost("random", unread_in_place=(0,))
 _REDUCTION = Cost("reduction", workspace=others.cast_to_result)
 _PICK = Cost("gather", picks_from=0)
+_UPSAMPLINGS = (
+    *(f"{kind}{rank}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for rank in (1, 2, 3)),
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
+)
 
 
 def _multiplied(kind: str, read_as: Mapping[int, Ordered] = MappingProxyType({})) -> Cost:
@@ -201,9 +205,9 @@ ROWS: dict[str, Cost] = {
         Cost("reduction", workspace=lookups.median, thread_workspace=lookups.median_per_thread),
     ),
     **dict.fromkeys(("all", "any"), Cost("reduction", workspace=others.flags)),
-    "histogram": Cost(thread_workspace=others.counts_per_thread),
+    "histogram": Cost(thread_workspace=others.result_again),
     **dict.fromkeys(("cat", "stack"), Cost("concatenation", workspace=others.listed)),
-    "_chunk_cat": Cost("concatenation", workspace=others.padded_parts),
+    "_chunk_cat": Cost("concatenation", workspace=others.result_again),
     "mode": Cost("scan", thread_workspace=lookups.counted_per_thread),
     "kthvalue": Cost("scan", workspace=lookups.kth_value),
     # By index.
@@ -228,8 +232,8 @@ ROWS: dict[str, Cost] = {
     "index_reduce": Cost("scatter", workspace=lookups.index_reduce),
     "masked_scatter": Cost("scatter", read_as={2: plain}),
     "index_add": Cost("scatter", workspace=lookups.index_add),
-    "topk": lookups.by_row("scan", 2 * lookups.INDEX),
-    "sort": lookups.by_row("scan", lookups.INDEX),
+    "topk": lookups.by_row("scan", 2 * INDEX),
+    "sort": lookups.by_row("scan", INDEX),
     "isin": Cost("pointwise", workspace=lookups.is_in),
     "masked_scatter_backward": Cost("scatter", workspace=lookups.masked_scatter_backward),
     # Pooling.
@@ -239,25 +243,10 @@ ROWS: dict[str, Cost] = {
     "max_pool2d_with_indices_backward": Cost("pool_backward", read_as={0: image, 7: image}),
     **dict.fromkeys(("avg_pool2d_backward", "_adaptive_avg_pool2d_backward"), Cost("pool_backward", like_first=True)),
     **dict.fromkeys(
-        (
-            *(
-                f"{kind}{rank}d_backward"
-                for kind in ("upsample_nearest", "_upsample_nearest_exact")
-                for rank in (1, 2, 3)
-            ),
-            *("upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward"),
-            "upsample_trilinear3d_backward",
-        ),
+        [f"{name}_backward" for name in _UPSAMPLINGS],
         Cost("pool_backward", read_as={0: image}, thread_workspace=images.image_per_thread),
     ),
-    **dict.fromkeys(
-        (
-            *(f"upsample_nearest{rank}d" for rank in (1, 2, 3)),
-            *(f"_upsample_nearest_exact{rank}d" for rank in (1, 2, 3)),
-            *("upsample_linear1d", "upsample_bicubic2d", "upsample_trilinear3d"),
-        ),
-        Cost("pool", workspace=images.resized),
-    ),
+    **dict.fromkeys(_UPSAMPLINGS, Cost("pool", workspace=images.resized)),
     "upsample_bilinear2d": Cost("pool", workspace=images.resized, single_workspace=images.resized_by_one),
     **{
         f"_upsample_{method}2d_aa": Cost("pool", workspace=images.resized_smoothly)
