@@ -110,11 +110,10 @@ class CaptureMode(FakeTensorMode):
             self.strayed |= threading.get_ident() != self._thread
             self.switched = self.switched or changed_setting(self._settings)
         tensors = [*_tensors_in(args), *_tensors_in(kwargs)]
+        if any(map(is_dtensor, tensors)):
             return NotImplemented  # DTensor calls the operators on its parts
-        real = [tensor for tensor in tensors if _is_real(tensor)]
-        if real:
-            writes = isinstance(func, OpOverload) and func._schema.is_mutable
-            self._check_read(real, writes)
+        if real := list(filter(is_real, tensors)):
+            self._check_read(real, isinstance(func, OpOverload) and func._schema.is_mutable)
         kernel = self._kernel_of(func)
         if kernel is not None:
             with self:
@@ -124,7 +123,7 @@ class CaptureMode(FakeTensorMode):
         if isinstance(func, OpOverload) and func not in self.lift_fns:
             if real:
                 leaves, spec = flatten((tuple(args), kwargs or {}))
-                args, kwargs = unflatten([self._fake_of(x) if _is_real(x) else x for x in leaves], spec)
+                args, kwargs = unflatten([self._fake_of(x) if is_real(x) else x for x in leaves], spec)
             if func._schema.is_mutable:
                 self._written.update(map(identity, _written_by(func, args, kwargs or {})))
         if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:
@@ -168,10 +167,6 @@ class CaptureMode(FakeTensorMode):
                 raise CaptureError(read_past(name))
             if key in self._watched:
                 self.read_past[self._watched[key]] = None
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
 def _tensors_in(arguments: object) -> Iterator[torch.Tensor]:
@@ -258,29 +253,22 @@ def _readers(mode: FakeTensorMode) -> dict[OpOverload, Callable[..., Any]]:
 
     torch would take the value that such a tensor has while it is traced for that of every step.
     """
-
-    def reader(target: OpOverload) -> Callable[..., Any]:
-        def read(*args: Any, **kwargs: Any) -> Any:
-            real = [_is_real(value) for value in args]
-            if getattr(mode, "answer", None) is None or not any(real):
-                return NotImplemented
-            alias = torch.ops.aten.alias.default
-            answer = target(
-                *(alias(value) if is_real else value for value, is_real in zip(args, real, strict=True)), **kwargs
-            )
-            graph = graph_so_far()  # goes by the answer
-            for node in list(itertools.islice(reversed(graph.nodes), 2 * len(args))):
-                if node.target is alias and not node.users:
-                    graph.erase_node(node)
-            return answer
-
-        return read
-
     aten = torch.ops.aten
-    return {
-        target: reader(target)
-        for target in (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default)
-    }
+    readers = aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default
+    return {target: functools.partial(_read, mode, target) for target in readers}
+
+
+def _read(mode: FakeTensorMode, target: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What ``target`` returns for real tensors among ``args``; NotImplemented where torch is to say it."""
+    if getattr(mode, "answer", None) is None or not any(map(is_real, args)):
+        return NotImplemented
+    alias = torch.ops.aten.alias.default
+    answer = target(*(alias(value) if is_real(value) else value for value in args), **kwargs)
+    graph = graph_so_far()  # goes by the answer
+    for node in list(itertools.islice(reversed(graph.nodes), 2 * len(args))):
+        if node.target is alias and not node.users:
+            graph.erase_node(node)
+    return answer
 
 
 @contextlib.contextmanager
@@ -590,6 +578,11 @@ def parts_of(spec: Any) -> tuple[type | None, Any, list[Any]]:
     The class is None for a leaf. Beside its items a dict has its keys, a named tuple its own class.
     """
     return spec.type, spec.context, spec.children() if hasattr(spec, "children") else spec.children_specs
+
+
+def is_real(value: object) -> bool:
+    """Return whether ``value`` is a tensor that is no fake."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
 def is_traced(value: object) -> bool:

@@ -51,9 +51,8 @@ class Closures(TorchFunctionMode):
         """``value`` with traced tensors in it; with ``dense``, real ones that no plan takes are refused."""
         leaves, spec = compat.flatten(value)
         swapped = [self.traced.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        for leaf in swapped if dense else ():
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, compat.FakeTensor):
-                check_dense(leaf)
+        for leaf in filter(compat.is_real, swapped) if dense else ():
+            check_dense(leaf)
         return compat.unflatten(swapped, spec)
 
 

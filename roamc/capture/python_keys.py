@@ -291,9 +291,9 @@ def _record(value: Any, depth: int, seen: Seen) -> object:
     """Describe an object, such as a configuration, by identity and attributes; without those if one lies too deep."""
     if depth:  # the functions read it by way of what it lies in
         seen.note(value)
-    own = _attributes_in(value)
     if (content := _bytes_of(value)) is not None:
         return Same(value), content
+    own = _attributes_in(value)
     seen.left -= len(own)
     if own and (depth == DEEP or len(own) > LONG or seen.left < 0):
         return Unknown(value)

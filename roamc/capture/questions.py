@@ -26,6 +26,7 @@ from torch import fx
 from roamc import compat
 from roamc.capture import user_line
 from roamc.capture.python_keys import of_plain
+from roamc.capture.refusals import value_read
 from roamc.errors import CaptureError
 from roamc.graph import attribute, tensors_of
 from roamc.operators import ops
@@ -135,12 +136,7 @@ def _unrepeatable(node: fx.Node) -> str:
 
 
 def _refuse(node: fx.Node, cause: str) -> None:
-    raise CaptureError(
-        f"{user_line.in_front_now()}the step reads a tensor's value, to decide what to do next or to print it "
-        f"({node.target}), and the value depends on {cause}; train_step needs a step whose operators do not depend on "
-        "data: use torch.where, print the loss that the step returns, pass validate_args=False to what checks its "
-        "arguments, or use torch.compile"
-    )
+    raise CaptureError(value_read(user_line.in_front_now(), node.target, cause))
 
 
 def _leading_to(node: fx.Node) -> list[fx.Node]:

@@ -40,6 +40,22 @@ _ADVICE = {
 """Words of torch's errors to what is said instead."""
 
 
+def value_read(line: str, target: object, cause: str = "") -> str:
+    """Return the message for a step that reads a tensor's value.
+
+    Args:
+        line: the start of the message, as :func:`roamc.capture.user_line.in_front` returns it.
+        target: the operator that reads it.
+        cause: what the value depends on, in words; empty if it is not known.
+    """
+    return (
+        f"{line}the step reads a tensor's value, to decide what to do next or to print it ({target})"
+        f"{f', and the value depends on {cause}' if cause else ''}; train_step needs a step whose operators do not "
+        "depend on data: use torch.where, print the loss that the step returns, pass validate_args=False to what "
+        "checks its arguments, or use torch.compile"
+    )
+
+
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
     """Context manager: turn torch's errors about what a graph cannot hold into a :class:`CaptureError`; others pass.
@@ -64,12 +80,7 @@ def in_one_line() -> Iterator[None]:
 def _text(error: RuntimeError | TypeError) -> str | None:
     """Return the message for an error of the trace; None for one that is about something else."""
     if isinstance(error, compat.DataDependentError):
-        return (
-            f"{user_line.in_front(error)}the step reads a tensor's value, to decide what to do next or to print it "
-            f"({error.func}); train_step needs a step whose operators do not depend on data: use torch.where, print "
-            "the loss that the step returns, pass validate_args=False to what checks its arguments, or use "
-            "torch.compile"
-        )
+        return value_read(user_line.in_front(error), error.func)
     if isinstance(error, compat.DynamicShapeError):
         if "_ctc_loss" in str(error.func):
             return (

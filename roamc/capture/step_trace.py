@@ -48,8 +48,8 @@ from roamc.compat_fsdp import casts_alone
 from roamc.errors import CaptureError
 from roamc.graph import Phase, attribute, operators, output_node
 from roamc.graph.keep import keep_saved
-from roamc.operators.exclusive import products_as_eager
 from roamc.operators.fakes import kept_whole
+from roamc.operators.prod_backward import products_as_eager
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)

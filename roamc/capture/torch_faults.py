@@ -102,23 +102,15 @@ def _codes(kinds: Iterable[type], name: str) -> set[CodeType]:
 
 def _writes_an_input(gm: fx.GraphModule, inputs: Sequence[Any], traced: Sequence[CodeType]) -> bool:
     """Whether a custom function marks an input that gets a gradient, or a view of one, as written in place."""
-    fed = {compat.identity(value) for value in map(_example, gm.graph.nodes) if value is not None}
-    dirty = [
-        node.args[2 + position]
-        for node in gm.graph.nodes
-        if _name(node) == APPLY
-        for position in node.kwargs.get("dirty_idx", ())
-    ]
-    written = [argument.meta.get("example_value") for argument in dirty if isinstance(argument, fx.Node)]
-    return any(
-        isinstance(value, torch.Tensor) and value.requires_grad and compat.identity(value) in fed for value in written
-    )
+    calls = [node for node in gm.graph.nodes if _name(node) == APPLY]
+    dirty = [call.args[2 + position] for call in calls for position in call.kwargs.get("dirty_idx", ())]
+    return not _trained(gm.graph.find_nodes(op="placeholder")).isdisjoint(_trained(dirty))
 
 
-def _example(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor of an input that gets a gradient."""
-    value = node.meta.get("example_value") if node.op == "placeholder" else None
-    return value if isinstance(value, torch.Tensor) and value.requires_grad else None
+def _trained(nodes: Iterable[Any]) -> set[int]:
+    """The storages of fake tensors that get a gradient, of those of ``nodes`` that are nodes."""
+    examples = [node.meta.get("example_value") for node in nodes if isinstance(node, fx.Node)]
+    return {compat.identity(value) for value in examples if isinstance(value, torch.Tensor) and value.requires_grad}
 
 
 APPLY = "autograd_function_apply"
