@@ -71,11 +71,9 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     memory = build_memory(graph)
     chosen = tuple(ALGORITHMS) if options.order == "best" else (options.order,)
     problem, names = order_problem(graph, memory, wanted(memory, options))
-    if options.limit_bytes is None:
-        effort = replace(EFFORT, full_work_gap_bytes=FULL_WORK_GAP)
-        solution = solve(problem, algorithms=chosen, progress=_tell, effort=effort)
-    else:
-        solution = solve(problem, algorithms=chosen, work_limit=TRIAL_WORK, progress=_tell)
+    limit, gap = (None, FULL_WORK_GAP) if options.limit_bytes is None else (TRIAL_WORK, 0)
+    effort = replace(EFFORT, full_work_gap_bytes=gap)
+    solution = solve(problem, algorithms=chosen, work_limit=limit, progress=_tell, effort=effort)
     report = validate(problem, solution)
     if not report.good:
         raise VerifyError(f"pass 'reorder': {solution.algorithm} gave an order that is not legal: {report.detail}")

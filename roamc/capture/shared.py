@@ -13,6 +13,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -109,17 +110,24 @@ _RANKS = ("batch", "constant", "buffer", "parameter")
 def _overlapping(tensors: Sequence[torch.Tensor], group: Iterable[int], least: int = 0) -> Iterator[tuple[int, int]]:
     """Yield the pairs, lower position first, of ``group`` in ``tensors`` that may have an element in common.
 
-    Pairs of which both positions are below ``least`` are left out. The time grows with the pairs of which one begins
-    inside the other, not with all pairs.
+    Pairs of which both positions are below ``least`` are left out.
     """
-    earlier: list[tuple[int, int]] = []
-    for start, end, place in sorted((*_extent(tensors[place]), place) for place in group):
+    for pair in _meeting((*_extent(tensors[place]), place) for place in group):
+        first, second = sorted(pair)
+        if second >= least and may_overlap(tensors[first], tensors[second]):
+            yield first, second
+
+
+def _meeting(extents: Iterable[tuple[int, int, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Yield whose each two overlapping ones of ``extents`` are, which are (start, end, whose); lower start first.
+
+    The time grows with the number of such pairs, not with all pairs.
+    """
+    earlier: list[tuple[int, Any]] = []
+    for start, end, whose in sorted(extents):
         earlier = [(last, other) for last, other in earlier if start < last]
-        for _, other in earlier:
-            first, second = sorted((other, place))
-            if second >= least and may_overlap(tensors[first], tensors[second]):
-                yield first, second
-        earlier.append((end, place))
+        yield from ((other, whose) for _, other in earlier)
+        earlier.append((end, whose))
 
 
 def may_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -173,18 +181,15 @@ def check_state(graph: TrainGraph, tensors: dict[Source, torch.Tensor], optimize
         CaptureError: names both tensors.
     """
     tensors = _constants(graph) | tensors
-    extents = [(*_extent(tensor), _words(source, tensors), False) for source, tensor in tensors.items()]
+    extents = [(*_extent(tensor), (_words(source, tensors), False)) for source, tensor in tensors.items()]
     for source, tensor in tensors.items():
         for key, value in optimizer.state.get(tensor, {}).items() if source.kind == "parameter" else ():
             if isinstance(value, torch.Tensor):
-                extents.append((*_extent(value), f"{key!r} of {source.name!r} in the optimizer's state", True))
-    furthest = (0, "", False)
-    for start, end, words, state in sorted(extents):
-        last, other, others = furthest
-        if start < last and (state or others):
-            mine, beside = (words, other) if state else (other, words)
-            raise CaptureError(f"{mine} shares memory with {beside}; give it a tensor of its own, such as a .clone()")
-        furthest = max(furthest, (end, words, state))
+                extents.append((*_extent(value), (f"{key!r} of {source.name!r} in the optimizer's state", True)))
+    for (first, first_is_state), (second, second_is_state) in _meeting(extents):
+        if first_is_state or second_is_state:
+            mine, other = (second, first) if second_is_state else (first, second)
+            raise CaptureError(f"{mine} shares memory with {other}; give it a tensor of its own, such as a .clone()")
 
 
 def _constants(graph: TrainGraph) -> dict[Source, torch.Tensor]:

@@ -41,13 +41,13 @@ class BoundStep:
         rule, whole, plan, model, optimizer: as given.
         constants: (tensor, whether tracing has made it anew) of each constant of the graph, in the graph's order.
         outside: constants that the user has as well, who may give them other memory, as ``.data =`` does.
-        places: what :meth:`_places` has returned for the batch that was captured.
+        places: how they lay in memory, and what shared it, when the step was captured, see :meth:`_places`.
         sources: where each argument of the program comes from, as in :class:`CapturedStep`.
         cohort: name of a parameter to the number of the parameters that are updated with the same numbers.
         group: name of a parameter to its parameter group in the optimizer.
         parameters, buffers: name to the dict of a module, and the key in it, where the live tensor stands.
         handed: positions in the batch of tensors that get a gradient, in the order in which the program returns these.
-        questions: what tracing has asked of batch and buffers, with its answers.
+        questions: what tracing has asked of batch, buffers and constants, with its answers.
         has_parts: whether a parameter, buffer or tensor of the batch is a DTensor, of which the program gets a part.
     """
 

@@ -102,8 +102,8 @@ def batch_of(graph: TrainGraph) -> dict[str, str]:
 
 
 def _described(tensor: torch.Tensor) -> str:
-    sizes = list(tensor.shape)
-    return f"{str(tensor.dtype).removeprefix('torch.')} {sizes}{' with 0 rows' * (sizes[:1] == [0])}"
+    rows = " with 0 rows" if tensor.shape[:1] == (0,) else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{rows}"
 
 
 def planned_groups(graph: TrainGraph) -> list[object]:

@@ -249,7 +249,7 @@ class _Attempt:
             why = other_batch(batches[0], batch, first)
             raise OtherStepError(
                 f"{self.name} is on several ranks, and {other} runs {runs} where {first} runs {expected}"
-                f"{f' ({why})' * bool(why)}: give all ranks the same model and batch"
+                f"{f' ({why})' if why else ''}: give all ranks the same model and batch"
             )
 
     def _free(self) -> int | None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from roamc.cost import workspace_bytes
 from roamc.operators.costs.others import GELU, GELU_BACKWARD, GRADIENT_MOVED
-from roamc.operators.exclusive import prod_backward
 from roamc.operators.fakes import kept_whole
 from roamc.operators.onednn import ONEDNN
+from roamc.operators.prod_backward import prod_backward
 from roamc.operators.random import replay
 from roamc.operators.scores import nll_of_scores
 from tests.cost.test_cost import floats, node_of
