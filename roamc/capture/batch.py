@@ -141,7 +141,7 @@ def check_batch(leaves: Sequence[Any]) -> None:
             )
 
 
-def describe(leaf: Any, seen: python_keys.Seen | None = None) -> object:
+def describe(leaf: Any, seen: python_keys.Seen) -> object:
     """Return a hashable key of one leaf of the batch: a plan serves only leaves with an equal key.
 
     Args:
@@ -169,7 +169,7 @@ def describe(leaf: Any, seen: python_keys.Seen | None = None) -> object:
             "a batch may hold tensors, numbers, strings and lists, dicts or dataclasses of them, not "
             f"{type(leaf).__name__}{'; torch.as_tensor makes an array a tensor' if hasattr(leaf, '__array__') else ''}"
         )
-    return python_keys.of_argument(leaf, seen or python_keys.Seen())
+    return python_keys.of_argument(leaf, seen)
 
 
 def check_dense(tensor: torch.Tensor) -> None:

@@ -39,6 +39,7 @@ from roamc.frontends.arguments import (
 )
 from roamc.frontends.bound_step import BoundStep
 from roamc.graph.fingerprint import fingerprint
+from roamc.graph.ranks import batch_of
 from roamc.interruptions import TRACED, interruption, uninterrupted
 from roamc.locks import Lock
 from roamc.options import Options
@@ -423,7 +424,7 @@ class TrainStep:
         bound = BoundStep(request, captured, self._rule, whole, planned.plan)
         self._shared |= dict.fromkeys(agreement.group for agreement in planned.graph.agreements)
         planned.plan.seconds["emit"] = time.perf_counter() - start  # type: ignore[index]
-        log.info("planned %s for %s", captured.graph.name, [describe(leaf) for leaf in leaves])
+        log.info("planned %s for %s", captured.graph.name, batch_of(planned.graph))
         return bound, reads
 
     def _meeting(self, captured: CapturedStep) -> tuple[str, ...]:

@@ -41,8 +41,9 @@ SCALAR: Bytes = 8
 """Bytes of a tangent up to which it is taken for that of a loss."""
 
 EXPRESSION = 7
-"""Operators that a gradient's formula has at most as one expression; longer ones are functions in C++, with names, and
-with branches on values that no graph has."""
+"""Most operators of a gradient's formula that is taken for one expression of C++: its temporaries live to its end.
+
+A longer one is taken for a function, whose temporaries have names and end one by one."""
 
 FULL_SIZE = (aten.mse_loss.default, aten.smooth_l1_loss.default)
 """Losses that eager on a CPU reduces where it has computed the elements: the result keeps the memory of all."""

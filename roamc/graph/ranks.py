@@ -95,7 +95,7 @@ def with_agreements(graph: TrainGraph, groups: Iterable[object]) -> TrainGraph:
 
 
 def batch_of(graph: TrainGraph) -> dict[str, str]:
-    """Return the name of each tensor that the caller hands in to dtype and sizes, for messages to other ranks."""
+    """Return the name of each tensor that the caller hands in to dtype and sizes, in words."""
     ports = zip(graph.inputs, placeholders(graph.graph), strict=True)
     values = {port.name: node.meta.get("val") for port, node in ports if port.role is Role.INPUT}
     return {name: _described(value) for name, value in values.items() if isinstance(value, torch.Tensor)}

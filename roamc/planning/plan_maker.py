@@ -91,7 +91,7 @@ def prepared(
 
 
 DROPPED_SHARE = 0.02
-"""How much more eager's peak is with the outputs than without, as a share, from which on a plan notes it."""
+"""A plan notes eager's peak without the outputs if the peak with them is higher by more than this share."""
 
 
 def _noted(graph: TrainGraph, memory: MemoryModel, peak: Bytes) -> TrainGraph:
