@@ -153,10 +153,8 @@ def _check_ranges(options: Options) -> None:
         raise OptionError(f"layout_nodes must be a whole number from 0, not {options.layout_nodes!r}")
     if not _is_int(options.max_plans) or options.max_plans < 1:
         raise OptionError(f"max_plans must be a whole number from 1, not {options.max_plans!r}")
-    if options.idle_arena not in IDLE:
-        near = nearest(str(options.idle_arena), IDLE, 0)
-        raise OptionError(f"idle_arena must be one of {', '.join(IDLE)}, not {options.idle_arena!r}{near}")
-    for name, kinds in (("numerics", NUMERICS), ("shard", SHARD), ("async_tp", ASYNC_TP)):
+    names = (("idle_arena", IDLE), ("numerics", NUMERICS), ("shard", SHARD), ("async_tp", ASYNC_TP))
+    for name, kinds in names:
         value = getattr(options, name)
         if value not in kinds:
             raise OptionError(f"{name} must be one of {', '.join(kinds)}, not {value!r}{nearest(str(value), kinds, 0)}")

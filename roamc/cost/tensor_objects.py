@@ -19,6 +19,7 @@ from torch import fx
 from roamc.graph import tensors_of
 from roamc.graph.lifetimes import timeline
 from roamc.graph.memory import Int64s, MemoryModel, Place
+from roamc.operators.costs.arguments import INLINE_DIMS
 from roamc.units import Bytes
 
 LARGE_STEP: Bytes = 256 << 10
@@ -29,9 +30,6 @@ SHARE = 96
 
 OBJECT: Bytes = 512
 """Bytes of a tensor object. Measured: 500 of a view, 350 of a tensor with a storage of its own."""
-
-INLINE_DIMS = 5
-"""The sizes and strides of a tensor object with more dimensions lie in a block of their own."""
 
 
 def objects(nbytes: Bytes, of_tensors: Bytes = 0) -> Bytes:

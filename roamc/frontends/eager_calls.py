@@ -84,9 +84,7 @@ def _check(model: nn.Module | None, record: Record, options: Options, call: Any,
         + ("torch._dynamo.config.recompile_limit may be reached" if planned else "often a graph break within a loop")
         + "; roamc.train_step may take the model as it is"
     )
-    if options.strict:
-        raise CaptureError(message)
-    notices.warn(record, f"eager {planned}", f"{message} (options={{'strict': True}} raises)")
+    notices.warn_or_raise(record, f"eager {planned}", CaptureError(message), options)
 
 
 def _made(model: nn.Module, call: Any, result: Any) -> bool:

@@ -171,7 +171,7 @@ def _keep_to_end_of_expression(
     C++. What is written over does not live beside what is written.
     """
     temporaries = [
-        [index for index in {*operator.reads}.intersection(row) if begin <= memory.storages[index].producer < step]
+        [i for i in dict.fromkeys(operator.reads) if i in row and begin <= memory.storages[i].producer < step]
         for step, operator in enumerate(memory.operators[begin:end], begin)
     ]
     readers: dict[Step, list[Step]] = {}

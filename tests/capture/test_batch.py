@@ -167,7 +167,7 @@ def test_object_with_tensors_that_nobody_can_open_is_refused() -> None:
             self.x = X
 
     with pytest.raises(roamc.CaptureError, match="lists, dicts or dataclasses of them, not Bag"):
-        describe(Bag())
+        describe(Bag(), Seen())
 
 
 @pytest.mark.parametrize("hooked", [False, True])

@@ -12,6 +12,9 @@ from roamc.units import Bytes
 INDEX: Bytes = 8
 """Bytes of a position in a tensor, such as an index or the place of a pixel, whatever dtype the argument has."""
 
+INLINE_DIMS = 5
+"""The sizes and strides of a tensor object with more dimensions lie in a block of their own."""
+
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes of half precision, which kernels on a CPU compute in float32."""
 

@@ -19,8 +19,8 @@ SMALL = 128
 FEW = 3
 """Channels up to which images that lie channels last are not computed so if their results are large."""
 
-READ = {"nearest": 1, "linear": 2, "bilinear": 2, "trilinear": 2, "bicubic": 4, "lanczos": 6}
-"""Method to the pixels that are read for one of the result, along each dimension."""
+READ = {"linear": 2, "cubic": 4, "lanczos": 6}
+"""Part of an operator's name to the pixels that are read for one of the result, along each dimension; 1 for others."""
 
 
 def resized(call: Call, result: torch.Tensor) -> Bytes:
@@ -53,8 +53,7 @@ def _computed_channels_last(call: Call, image: torch.Tensor, result: torch.Tenso
 
 
 def _read(call: Call) -> int:
-    name = stem(call.target)
-    return max((count for method, count in READ.items() if method in name), default=1)
+    return next((count for method, count in READ.items() if method in stem(call.target)), 1)
 
 
 def resized_smoothly(call: Call, result: torch.Tensor) -> Bytes:

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from roamc.operators.call import Call, broadcast_elements, rows_of, tensor_at
-from roamc.operators.costs.arguments import is_half
+from roamc.operators.costs.arguments import INLINE_DIMS, is_half
 from roamc.operators.counter import PIECE, PIECE_BYTES
 from roamc.operators.kernels import piece_elements
 from roamc.operators.scores import BYTES_OF_A_LABEL
@@ -111,7 +111,7 @@ def listed(call: Call, result: torch.Tensor) -> Bytes:
         return 0
     if dim % max(1, result.dim()) + 1 < result.dim() or result.dim() == tensor_at(call, 0).dim():
         return NOTED * tensors
-    return tensors * (NOTED_VIEW + (16 * result.dim() if result.dim() > 5 else 0))
+    return tensors * (NOTED_VIEW + (16 * result.dim() if result.dim() > INLINE_DIMS else 0))
 
 
 def around(call: Call, result: torch.Tensor) -> Bytes:
