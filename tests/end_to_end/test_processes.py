@@ -155,6 +155,13 @@ def test_copy_of_a_train_step_goes_on_by_itself(duplicate: Callable[[Any], Any])
     assert not torch.equal(twin.model[0].weight, step.model[0].weight)
 
 
+def test_a_copy_of_a_train_step_carries_what_it_was_made_from_alone() -> None:
+    model = wide()
+    step = roamc.train_step(model, square, adamw(model))
+    step(noise(4, WIDE))  # programs, and process groups whose ranks share them, are not copied
+    assert step.__getstate__().keys() == {"model", "loss_fn", "optimizer", "options", "clip_grad_norm"}
+
+
 # -- forks ----------------------------------------------------------------------------------------
 
 
