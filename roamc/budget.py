@@ -24,6 +24,9 @@ MARGIN = 0.9
 BYTES = 1 << 20
 """Least float that counts as bytes, if it is whole, such as 6e9; a smaller one, such as 0.8, is refused."""
 
+FEW = 1_000
+"""A number of fewer bytes lacks its unit: no step takes so little."""
+
 KINDS = (
     'give a size such as "6GiB", a share of what eager holds such as "80%", a share of time that may be added such as '
     '"+1%", or "min", "light" or "device"'
@@ -39,7 +42,8 @@ def parse_budget(budget: object) -> Budget | None:
     """Check a budget, and turn a size such as ``"6GiB"`` into bytes; None, shares and names are returned as they are.
 
     Raises:
-        OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``; or it is 0.
+        OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``; or it is 0, a
+            share above 100 %, or a number below :data:`FEW` without a unit.
     """
     budget = budget.strip() if isinstance(budget, str) else budget
     if budget is None or budget in ("min", LIGHT, "device"):
@@ -53,6 +57,11 @@ def parse_budget(budget: object) -> Budget | None:
         count = float(share.group(1)) if share else _bytes(budget)
         if not count:
             raise OptionError(f"{budget!r} is zero bytes; {KINDS}")
+        if share and count > 100:
+            raise OptionError(f"{budget!r} is above 100% of what eager needs; leave it out for no budget")
+        if count < FEW and str(budget).isdecimal():
+            percent = f" or '{count}%'" if count <= 100 else ""
+            raise OptionError(f"{budget!r} is {count} bytes; did you mean '{count}GB'{percent}?")
     except OptionError as error:
         raise OptionError(f"memory_budget: {error}") from None
     return budget if share else count  # type: ignore[return-value]

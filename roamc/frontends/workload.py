@@ -274,7 +274,9 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     if hasattr(module, name):
         raise OptionError(f"{path}: {name!r} is {_with_article(type(member).__name__)}, not a function")
     names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    raise OptionError(f"{path} has no function {name!r}{nearest(name, names)}")
+    own = [key for key in names if getattr(vars(module)[key], "__module__", None) == module.__name__]
+    functions = f" Its functions: {', '.join(own)}" if own else " It defines none"
+    raise OptionError(f"{path} has no function {name!r}{nearest(name, names)}{functions}")
 
 
 def made(name: str, returned: Any, target: str = "the function") -> Workload:

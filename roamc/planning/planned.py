@@ -122,15 +122,10 @@ def check_budget(planned: Planned, limit: Bytes | None) -> None:
     how = "with as much recomputation as helps" if plan.step_seconds else "without recomputation"
     raise BudgetError(
         f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
-        f"memory_budget={format_bytes(limit)}{_unit_forgotten(limit)}, {how}; largest storages at that step: "
+        f"memory_budget={format_bytes(limit)}, {how}; largest storages at that step: "
         f"{_largest(planned.graph)}. {RAISE}",
         plan,
     )
-
-
-def _unit_forgotten(limit: Bytes) -> str:
-    """Ask, in a message, whether a budget of few bytes lacks its unit; "" for one that may be meant."""
-    return f" (a number is of bytes; did you mean '{limit}GB'?)" if limit < 1_000 else ""
 
 
 def _largest(graph: TrainGraph, count: int = 3) -> str:

@@ -243,6 +243,8 @@ def test_explain_says_what_is_recomputed() -> None:
         (["plan", "gpt", "--optimizer", "adamv"], "did you mean 'adam'?"),
         (["plan", "gpt", "--option", "ordr=program"], "did you mean 'order'?"),
         (["plan", "gpt", "--memory-budget", "lots"], "not a size"),
+        (["plan", "gpt", "--memory-budget", "6"], "'6' is 6 bytes; did you mean '6GB' or '6%'?"),
+        (["plan", "gpt", "--memory-budget", "500%", "--memory-budget", "min"], "'500%' is above 100%"),
         (["plan", "gpt", *SMALL, "--option", "order=none"], "unknown order"),
         (["plan", "gpt", *SMALL, "--save", "no/such/folder/plan.json"], "no/such/folder: no such folder"),
         (["explain", "nothing.py:make"], "nothing.py: no such file"),
@@ -279,7 +281,8 @@ def test_function_of_a_file(file: str) -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("mak", "did you mean 'make'?"),
+        ("mak", "mine.py has no function 'mak'; did you mean 'make'? Its functions: make, fails, two, "),
+        ("xyz", "mine.py has no function 'xyz'. Its functions: make, fails, "),
         ("fails", "mine.py:9: ValueError: no such luck (--debug shows the traceback)"),
         ("narrow", "mine.py:19: RuntimeError: "),
         ("two", "error: the model is called as Linear(..., ...), which does not fit: too many positional arguments"),

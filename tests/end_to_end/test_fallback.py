@@ -138,7 +138,7 @@ def test_budget_of_a_train_step_is_checked_before_anything_runs() -> None:
     model = model_of_two_plans()
     optimizer = sgd(model)
     before, random = tensors_of(model), torch.get_rng_state()
-    step = roamc.train_step(model, square, optimizer, memory_budget=100)
+    step = roamc.train_step(model, square, optimizer, memory_budget="100 B")
     for _ in range(2):
         with pytest.raises(roamc.BudgetError, match=BUDGET):
             step(*BATCHES[0])
@@ -173,7 +173,7 @@ def test_budget_error_names_a_bound_that_is_below_the_peak() -> None:
     model = model_of_two_plans()
     plan = roamc.plan(model, *BATCHES[0])
     with pytest.raises(roamc.BudgetError) as caught:
-        roamc.plan(model, *BATCHES[0], memory_budget=1)
+        roamc.plan(model, *BATCHES[0], memory_budget="1 B")
     needed = int(re.search(r"\((\d+) bytes\)", str(caught.value))[1])  # type: ignore[index]
     assert plan.bound_bytes <= needed <= plan.needed_bytes
     assert roamc.plan(model, *BATCHES[0], memory_budget=needed).needed_bytes == needed

@@ -274,7 +274,7 @@ def check_budget_of_one_rank(rank: int) -> None:
         model,
         lambda model, x: model(x).sum(),
         torch.optim.SGD(model.parameters(), 0.1),
-        memory_budget=(10, 1 << 30)[rank],
+        memory_budget=("10 B", 1 << 30)[rank],
     )
     with pytest.raises(RanksError, match=r"rank 1 plans it with memory_budget=.*, rank 0 with .*: give all ranks"):
         step(torch.ones(2, 4))

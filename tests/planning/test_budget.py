@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
     ("option", "read"),
     [
         (None, None),
-        (5, 5),
+        (5000, 5000),
+        ("5B", 5),
+        ("100%", "100%"),
         ("2kB", 2000),
         ("80%", "80%"),
         (" 12.5 % ", "12.5 %"),
@@ -85,6 +87,27 @@ def test_budget_of_nothing_is_an_error(option: object) -> None:
         OptionError,
         match=re.escape(f"is zero bytes; {budget.KINDS}"),
     ):
+        budget.parse_budget(option)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("6", "'6' is 6 bytes; did you mean '6GB' or '6%'?"),
+        (" 50 ", "'50' is 50 bytes; did you mean '50GB' or '50%'?"),
+        (50, "50 is 50 bytes; did you mean '50GB' or '50%'?"),
+        ("999", "'999' is 999 bytes; did you mean '999GB'?"),
+    ],
+)
+def test_number_that_lacks_its_unit_is_an_error(option: object, said: str) -> None:
+    with pytest.raises(OptionError, match=f"^memory_budget: {re.escape(said)}$"):
+        budget.parse_budget(option)
+
+
+@pytest.mark.parametrize("option", ["500%", "100.5 %"])
+def test_share_above_all_that_eager_needs_is_an_error(option: str) -> None:
+    said = f"memory_budget: '{option}' is above 100% of what eager needs; leave it out for no budget"
+    with pytest.raises(OptionError, match=f"^{re.escape(said)}$"):
         budget.parse_budget(option)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from roamc.errors import OptionError, PlanError
+from roamc.errors import OptionError, PlanError, nearest
 from roamc.operators.ops import Need
 from roamc.passes.retain.codecs import bits, integers, signs
 from roamc.passes.retain.codecs.codec import Codec, Coding, Saved
@@ -39,7 +39,11 @@ def check_lossy(names: Iterable[str]) -> None:
     for name in names:
         if name not in lossy:
             available = f"there are {', '.join(lossy)}" if lossy else "this roamc has none, all its codecs are exact"
-            raise OptionError(f"codecs: {name!r} is not a codec with an error; {available}")
+            exact = ", ".join(codec.name for codec in CODECS if not codec.error)
+            raise OptionError(
+                f"codecs: {name!r} is not a codec with an error; {available}{nearest(name, lossy)} Exact ones, which "
+                f"need no name: {exact}"
+            )
 
 
 def codec_of(name: str) -> Codec:

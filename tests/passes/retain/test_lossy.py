@@ -87,6 +87,12 @@ def test_name_that_is_no_codec_with_an_error_is_refused(name: str) -> None:
         search.run(graph(), parse_options({"codecs": name}))
 
 
+def test_mistyped_name_of_a_codec_has_the_nearest() -> None:
+    says = r"there are halves; did you mean 'halves'\? Exact ones, which need no name: bits, signs, integers$"
+    with pytest.raises(OptionError, match=says):
+        search.options_of({"codecs": "halfs"})
+
+
 def test_without_any_in_the_table_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "CODECS", tuple(dataclasses.replace(codec, error=0.0) for codec in codecs.CODECS))
     with pytest.raises(OptionError, match="this roamc has none, all its codecs are exact"):
