@@ -565,6 +565,14 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(tree, is_leaf=lambda value: isinstance(value, torch.Size))
 
 
+def tensor_paths(tree: Any) -> list[str]:
+    """Return what takes each tensor that :func:`flatten` finds out of ``tree``, as ``"['logits']"``; "" for the whole."""
+    from torch.utils import _pytree as pytree
+
+    leaves, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda value: isinstance(value, torch.Size))
+    return [pytree.keystr(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     """Put leaves into the nest that :func:`flatten` has described by ``spec``."""
     from torch.utils import _pytree as pytree

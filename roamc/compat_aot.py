@@ -205,16 +205,33 @@ def overwritten_inputs(forward: fx.Graph) -> frozenset[str]:
     """
     from torch._functorch._aot_autograd import descriptors
 
-    def whole(described: Any) -> Any:  # a tensor subclass is described by its parts
-        while isinstance(described, descriptors.SubclassGetAttrAOTInput | descriptors.SubclassGetAttrAOTOutput):
-            described = described.base
-        return described
-
     end = next(node for node in reversed(forward.nodes) if node.op == "output")
-    outputs = [whole(described) for described in end.meta.get("desc") or ()]
+    outputs = [_whole(described) for described in end.meta.get("desc") or ()]
     written = [out.mutated_input for out in outputs if isinstance(out, descriptors.InputMutationAOTOutput)]
     entries = [node for node in forward.nodes if node.op == "placeholder"]
-    return frozenset(node.name for node in entries if whole(node.meta.get("desc")) in written)
+    return frozenset(node.name for node in entries if _whole(node.meta.get("desc")) in written)
+
+
+def output_of(tangent: fx.Node) -> int | None:
+    """Return the position, among the tensors that the traced function returns, of that with the gradient ``tangent``.
+
+    Args:
+        tangent: a placeholder of AOTAutograd's graph of backward, or a copy of one. None if torch does not say it.
+    """
+    from torch._functorch._aot_autograd import descriptors
+
+    described = _whole(tangent.meta.get("desc"))
+    output = _whole(described.output) if isinstance(described, descriptors.TangentAOTInput) else None
+    return output.idx if isinstance(output, descriptors.PlainAOTOutput) else None
+
+
+def _whole(described: Any) -> Any:
+    """The description of a tensor subclass in the place of that of one of its parts."""
+    from torch._functorch._aot_autograd import descriptors
+
+    while isinstance(described, descriptors.SubclassGetAttrAOTInput | descriptors.SubclassGetAttrAOTOutput):
+        described = described.base
+    return described
 
 
 def aot_backend(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.own_gradients import own_gradients
 from roamc.capture.reinplace import reinplace
 from roamc.capture.tokens import without_tokens
-from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size, with_bits
+from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size, tensor_paths, with_bits
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
 from roamc.graph.memory import WROTE_OVER
@@ -52,17 +53,21 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         name: of the graph, for logs and reports.
 
     Returns:
-        The graph as :func:`stitch` makes it; as :func:`inference` makes it where nothing requires a gradient.
+        The graph as :func:`stitch` makes it, with tangents named after the outputs, as "gradient of output['logits']";
+        as :func:`inference` makes it where nothing requires a gradient.
 
     Raises:
         CaptureError: an operator of the graph cannot be planned.
         VerifyError: what capture has rewritten in the graph would change a value.
     """
     leaves, nest = take_apart((tuple(batch), dict(named)))
+    paths: list[str] = []
 
     def call(model: nn.Module, *values: Any) -> Any:
         args, kwargs = put_together(values, nest)
-        return model(*args, **kwargs)
+        result = model(*args, **kwargs)
+        paths[:] = tensor_paths(result)
+        return result
 
     with (
         uninterrupted(TRACED, traces=True),
@@ -76,7 +81,17 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         halves, outputs, static = compat_aot.forward_backward(model, leaves, call)
     if len(halves) == 1:
         return inference(halves[0], static, name)
-    return stitch(halves[0], halves[1], outputs, static, name)
+    return _named(stitch(halves[0], halves[1], outputs, static, name), paths)
+
+
+def _named(graph: TrainGraph, paths: Sequence[str]) -> TrainGraph:
+    """Name the tangents of ``graph`` after the outputs of the model, whose ``paths`` these are."""
+
+    def port(node: fx.Node, port: Port) -> Port:
+        position = compat_aot.output_of(node) if port.role is Role.TANGENT else None
+        return port if position is None else replace(port, name=f"gradient of output{paths[position]}")  # as output['logits']
+
+    return graph.replace(inputs=tuple(map(port, placeholders(graph.graph), graph.inputs)))
 
 
 def stitch(

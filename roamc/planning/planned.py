@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,10 @@ import torch
 from roamc import decode
 from roamc.cost import workspaces
 from roamc.errors import BudgetError
-from roamc.graph import TrainGraph, main_device
+from roamc.graph import Role, TrainGraph, main_device, placeholders
 from roamc.graph.lifetimes import lifetimes, sizes, timeline
 from roamc.graph.memory import Place, Storage, build_memory, input_bytes
+from roamc.graph.rewrite import value_of
 from roamc.operators.fused import Fused
 from roamc.passes import layout, reorder, retain
 from roamc.planning import other_orders
@@ -105,7 +107,7 @@ def plan_of(
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
         fixed_bytes=input_bytes(graph),
         decisions={name: decode.plain(decision) for name, decision in decisions.items()},
-        notes=(*graph.notes, *other_orders.note(ordered, placed)),
+        notes=(*graph.notes, *assumed(graph), *other_orders.note(ordered, placed)),
         seconds=dict(end.seconds),
     )
 
@@ -123,7 +125,7 @@ def check_budget(planned: Planned, limit: Bytes | None) -> None:
     raise BudgetError(
         f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
         f"memory_budget={format_bytes(limit)}, {how}; largest storages at that step: "
-        f"{_largest(planned.graph)}. {RAISE}",
+        f"{'; '.join((_largest(planned.graph), *assumed(planned.graph)))}. {RAISE}",
         plan,
     )
 
@@ -135,12 +137,41 @@ def _largest(graph: TrainGraph, count: int = 3) -> str:
     own = workspaces(memory.operators, graph.threads)
     step = int((timeline(sizes(memory.counted), born, dead, len(memory.operators)) + own).argmax())
     alive = [s for s, first, end in zip(memory.counted, born, dead, strict=True) if first <= step < end]
-    parts = [(_name(storage), storage.nbytes) for storage in alive]
+    tangents = _tangents(graph)
+    parts = [(_name(storage, tangents), storage.nbytes) for storage in alive]
     parts.append((f"workspace of {memory.operators[step].node.name}", int(own[step])))
     parts.sort(key=lambda part: -part[1])
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts[:count])
 
 
-def _name(storage: Storage) -> str:
+def _name(storage: Storage, tangents: Mapping[str, str]) -> str:
     """The name of a storage; of a gradient that the caller hands in, which no line of the model makes, what it is."""
-    return f"{storage.name} (the gradient of an output)" if storage.place is Place.TANGENT else storage.name
+    if storage.place is not Place.TANGENT:
+        return storage.name
+    return f"{storage.name} (the {tangents.get(storage.name, 'gradient of an output')})"
+
+
+def _tangents(graph: TrainGraph) -> dict[str, str]:
+    """Names of tangents that capture has named after the outputs of a model: of the node, to the user's.
+
+    Such a model was captured to be planned, without a loss function.
+    """
+    fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
+    return {node.name: port.name for node, port in fed if port.role is Role.TANGENT and port.name != node.name}
+
+
+def assumed(graph: TrainGraph) -> tuple[str, ...]:
+    """Return a sentence on the gradients of outputs that a plan without a loss function counts; nothing if it has one.
+
+    The gradient of a single number, as of a loss that the model returns, is not worth a word.
+    """
+    names = _tangents(graph)
+    large = [names[node.name] for node in placeholders(graph.graph) if node.name in names and value_of(node).numel() > 1]
+    if not large:
+        return ()
+    has_loss = any(name.endswith((".loss", "['loss']")) for name in names.values())
+    example = "lambda m, **b: m(**b).loss" if has_loss else "lambda m, x, y: criterion(m(x), y)"
+    are = "is" if len(large) == 1 else "are"
+    return (
+        f"there is no loss_fn, so the {', '.join(large)} {are} assumed: for a training step give one, such as {example}",
+    )

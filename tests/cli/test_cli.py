@@ -58,6 +58,14 @@ def talks():
     print("a word of the function")
     return nn.Linear(2, 2), torch.zeros(2, 2), loss_fn
 
+class Classifier(nn.Linear):
+    def forward(self, x, labels):
+        logits = super().forward(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+def classifier():
+    return Classifier(8, 4096), {"x": torch.zeros(16, 8), "labels": torch.zeros(16, dtype=torch.long)}
+
 def imports():
     import neighbour
     def loss_fn(model, x):
@@ -295,6 +303,18 @@ def test_fault_of_a_file_is_one_line(file: str, function: str, said: str) -> Non
     result = run("plan", f"{file}:{function}", code=1)
     assert said in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_gradients_of_outputs_that_a_plan_assumes_are_named_with_the_way_out(file: str) -> None:
+    assumed = (
+        "there is no loss_fn, so the gradient of output['logits'] is assumed: for a training step give one, such as "
+        "lambda m, **b: m(**b).loss"
+    )
+    said = run("plan", f"{file}:classifier", "--memory-budget", "1kB", code=2).stderr
+    assert re.search(r"largest storages .*tangents_2 \(the gradient of output\['logits'\]\) 262\.1 kB", said)
+    assert f"; {assumed}. Raise the budget" in said
+    assert assumed in json.loads(run("plan", f"{file}:classifier", "--json").stdout)["notes"]
+    assert "assumed" not in run("plan", f"{file}:talks").stdout
 
 
 def test_what_a_file_prints_is_no_part_of_the_answer(file: str) -> None:

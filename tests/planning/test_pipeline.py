@@ -24,7 +24,7 @@ from roamc.planning import pipeline, search
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
 from roamc.runtime.program import Pair, Whole
-from tests.graphs import assert_same, clones, graph_and_inputs, model_graph, run_real, traced
+from tests.graphs import assert_same, clones, graph_and_inputs, joint_graph, model_graph, run_real, traced
 from tests.models import MODELS
 from tests.random_graphs import random_model
 
@@ -140,8 +140,10 @@ def test_budget_that_nothing_keeps_names_need_and_what_lives_there() -> None:
     assert f"({caught.value.plan.needed_bytes} bytes)" in said
     assert re.search(r"NanoGPT needs [\d.]+ [kM]B .* above memory_budget=1 kB, with as much recomputation", said)
     assert re.search(r"largest storages at that step: [\w ]+ [\d.]+ kB, .*\. Raise the budget", said)
-    with pytest.raises(BudgetError, match=r"tangents_1 \(the gradient of an output\) [\d.]+ kB"):
+    with pytest.raises(BudgetError, match=r"tangents_1 \(the gradient of output\) [\d.]+ kB"):
         roamc.plan(torch.nn.Linear(8, 500), torch.randn(4, 8), memory_budget=1000)
+    with pytest.raises(BudgetError, match=r"tangents_1 \(the gradient of an output\) [\d.]+ kB"):
+        search.run(joint_graph(torch.nn.Linear(8, 500), (torch.randn(4, 8),)), Options(memory_budget=1000))
     needed = caught.value.plan.needed_bytes
     kept = search.run(model_graph("nanogpt", "step")[0], Options(memory_budget=needed)).plan
     assert kept.needed_bytes <= needed, "the smallest budget that was named would do"
