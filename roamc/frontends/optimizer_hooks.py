@@ -10,13 +10,14 @@ forward would read; and no hook can read gradients, of which there are none.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from roamc import compat_hooks
+from roamc import compat_hooks, notices
 from roamc.capture.hooks import name_of
 from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
@@ -41,6 +42,40 @@ def check_step_method(optimizer: torch.optim.Optimizer) -> None:
             f"step of this {type(optimizer).__name__} was replaced by {name_of(step)}, which train_step would never "
             "call; use register_step_pre_hook and register_step_post_hook, or roamc.optimize"
         )
+
+
+def watch(step: object, optimizer: torch.optim.Optimizer) -> None:
+    """Have ``optimizer.step()`` warn, as long as ``step`` lives, where it finds no gradients since ``step`` updates.
+
+    Copies and pickles of the optimizer do not have the hook, as torch leaves all hooks out.
+    """
+    handle = optimizer.register_step_pre_hook(warn_of_idle_step)
+    weakref.finalize(step, handle.remove).atexit = False
+
+
+def warn_of_idle_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Step pre-hook: warn, once for the optimizer, that no parameter has a gradient, and no closure makes one.
+
+    Args:
+        optimizer: the optimizer.
+        args: the optimizer, and the closure if it is positional.
+        named: keyword arguments of the step.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if len(args) > 1 or named.get("closure") is not None or any(each.grad is not None for each in parameters):
+        return
+    notices.warn(
+        optimizer,
+        "idle step",
+        f"{type(optimizer).__name__}.step() finds no gradients: roamc.train_step's step already updates the "
+        "parameters; remove backward(), step() and zero_grad() from the training loop",
+    )
+
+
+def users_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Hook], list[Hook]]:
+    """Return (pre-hooks, post-hooks) of ``optimizer.step()`` without those of :func:`watch`, in torch's order."""
+    before, after = compat_hooks.optimizer_step_hooks(optimizer)
+    return [hook for hook in before if hook is not warn_of_idle_step], after
 
 
 def run_before(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roamc import compat, compat_hooks, exchange, notices
+from roamc import compat, exchange, notices
 from roamc.capture import attributes, fully_sharded, python_keys, python_state, replicas
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import NodeHooks, check_iterators, hooks_key
@@ -169,6 +169,7 @@ class TrainStep:
         self._reduced: tuple[str, ...] | None = None
         self._sent: tuple[str, ...] = ()
         self._node_hooks = NodeHooks()
+        optimizer_hooks.watch(self, self.optimizer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
@@ -189,7 +190,7 @@ class TrainStep:
         with _lock_of(self.model).now, self._planned_alike():
             take_parameters_apart(self.model)
             bound, cohorts = self._bound(leaves, nest)
-            before, after = compat_hooks.optimizer_step_hooks(self.optimizer)
+            before, after = optimizer_hooks.users_hooks(self.optimizer)
             if before:
                 optimizer_hooks.run_before(before, self.optimizer, bound.held(), bound.updated())
                 bound, cohorts = self._bound(leaves, nest)  # they may have changed the optimizer's groups

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -174,3 +178,49 @@ def test_hooks_of_the_state_dict_run() -> None:
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1})
     roamc.train_step(model, square, optimizer)(X)
     assert optimizer.state_dict()["mine"] == 1
+
+
+def silent(run: Callable[[], Any]) -> None:
+    """``run`` does not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+
+
+def test_optimizer_step_beside_a_train_step_warns_once_at_the_users_line() -> None:
+    model = net()
+    optimizer = sgd(model)
+    step = roamc.train_step(model, square, optimizer)
+    silent(lambda: step(X))
+    before = tensors_of(model)
+    with pytest.warns(UserWarning, match=r"SGD\.step\(\) finds no gradients: .* remove backward\(\), step\(\)") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+    assert_same(tensors_of(model), before)
+    silent(optimizer.step)
+    silent(lambda: step(X))
+    assert len(step.plans) == 1
+
+
+def test_optimizer_step_with_gradients_or_without_a_train_step_does_not_warn() -> None:
+    model = net()
+    optimizer = sgd(model)
+    step = roamc.train_step(model, square, optimizer)
+    square(model, X).backward()
+    silent(optimizer.step)
+    optimizer.zero_grad()
+    silent(lambda: optimizer.step(lambda: square(model, X).backward()))
+    optimizer.zero_grad()
+    silent(pickle.loads(pickle.dumps(optimizer)).step)
+    silent(copy.deepcopy(optimizer).step)
+    other = roamc.train_step(model, square, optimizer)
+    del step, other
+    gc.collect()
+    silent(optimizer.step)
+
+
+def test_copy_of_a_train_step_watches_its_own_optimizer() -> None:
+    model = net()
+    step = copy.deepcopy(roamc.train_step(model, square, sgd(model)))
+    with pytest.warns(UserWarning, match="finds no gradients"):
+        step.optimizer.step()
