@@ -30,7 +30,7 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
-_INNER = ("roamc", "torch", "contextlib", None)
+_INNER = ("roamc", "torch", "contextlib", "functools", None)
 """Packages whose lines a warning does not point at; None is code that was generated."""
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat_aot, compat_dynamo
-from roamc.capture import attributes, communication, recurrent, user_line
+from roamc.capture import attributes, communication, recurrent, refusals, user_line
 from roamc.capture.batch import put_together, take_apart
 from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.own_gradients import own_gradients
@@ -57,7 +57,7 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         as :func:`inference` makes it where nothing requires a gradient.
 
     Raises:
-        CaptureError: an operator of the graph cannot be planned.
+        CaptureError: an operator of the graph cannot be planned, or the model reads a value; says where, and what to do.
         VerifyError: what capture has rewritten in the graph would change a value.
     """
     leaves, nest = take_apart((tuple(batch), dict(named)))
@@ -71,6 +71,7 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
 
     with (
         uninterrupted(TRACED, traces=True),
+        refusals.in_one_line(),
         recurrent.decomposed(),
         compat_dynamo.unchecked_distributions(),
         compat_aot.writes_marked(WROTE_OVER),

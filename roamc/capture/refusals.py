@@ -88,7 +88,7 @@ def _text(error: RuntimeError | TypeError) -> str | None:
                 "torch.compile or roamc.optimize"
             )
         return (
-            f"{user_line.in_front(error)}the shape of a result depends on data ({error.func}); train_step needs fixed "
+            f"{user_line.in_front(error)}the shape of a result depends on data ({error.func}); a plan needs fixed "
             "shapes: use a mask instead of an index, or torch.compile"
         )
     advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), None)

@@ -279,6 +279,11 @@ def plans(compiled: nn.Module | TrainStep | None = None) -> list[Plan]:
                 "roamc.optimize: it has no plans"
             )
         return _RECORDS[compiled].plans
+    if isinstance(getattr(compiled, "__dict__", {}).get("__call__"), Carried):
+        raise RoamcError(
+            f"this {type(compiled).__name__} is a shallow copy of one that roamc.optimize has compiled, and runs in "
+            "eager: call roamc.optimize on the copy, or copy by copy.deepcopy"
+        )
     raise RoamcError(
         f"this {type(compiled).__name__} was not made by roamc.optimize or roamc.train_step; "
         "for torch.compile(..., backend='roamc') call roamc.plans() with no argument"

@@ -116,6 +116,19 @@ def test_what_train_step_refuses_torch_compile_can_do(loss_fn: Body) -> None:
     assert_backward_equal(Whole(), lambda m, x: m(x), [(X,), (-X,)])
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [(item, "reads a tensor's value"), (branch_on_data, "reads a tensor's value"), (nonzero, "shape of a result depends")],
+)
+def test_model_that_is_planned_without_a_loss_has_the_users_line(body: Body, said: str) -> None:
+    class Whole(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return body(super().forward, x)
+
+    line = f"test_bad_input.py:{body.__code__.co_firstlineno + 1 + (body is branch_on_data)}: "
+    refused(lambda: roamc.plan(Whole(8, 8), X), roamc.CaptureError, line, said, "torch.compile")
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_reentrant_checkpoint_is_named(whole: bool) -> None:
     class Inner(nn.Module):
@@ -489,6 +502,8 @@ def test_plan_of_inputs_that_reach_forward_by_another_way() -> None:
 
 def test_plans_of_something_else() -> None:
     refused(lambda: roamc.plans(net()), roamc.RoamcError, "was not made by", "roamc.plans()")
+    shallow = copy.copy(roamc.optimize(net()))
+    refused(lambda: roamc.plans(shallow), roamc.RoamcError, "a shallow copy", "call roamc.optimize on the copy")
 
 
 def test_anomaly_detection_around_a_step_is_refused_and_a_plan_needs_none() -> None:

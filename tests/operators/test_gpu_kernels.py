@@ -444,8 +444,9 @@ def test_an_old_triton_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "triton_version", lambda: "3.5.1")
     group, operands, want = on_cpu()
     out = torch.empty(4, 32)
-    with pytest.warns(RuntimeWarning, match=r"Triton 3\.5\.1 is too old"):
+    with pytest.warns(RuntimeWarning, match=r"Triton 3\.5\.1 is too old") as caught:
         group.write(*operands, out=out)
+    assert caught[0].filename == __file__  # the line of the user
     assert torch.equal(out, want)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from roamc.errors import users_level
 from roamc.operators.gpu.kernel import KernelText
 from roamc.operators.gpu.kernel_keys import nameless
 from roamc.operators.gpu.partial_sums import WARPS
@@ -109,12 +110,12 @@ def launcher(text: KernelText) -> Callable[..., None] | None:
     """
     version = triton_version()
     if version is not None and tuple(map(int, version.split(".")[:2])) < OLDEST:
-        warnings.warn(OLD.format(version), RuntimeWarning, stacklevel=2)
+        warnings.warn(OLD.format(version), RuntimeWarning, stacklevel=users_level())
         return None
     try:
         run = jit_functions(text)
     except ImportError:
-        warnings.warn(MISSING, RuntimeWarning, stacklevel=2)
+        warnings.warn(MISSING, RuntimeWarning, stacklevel=users_level())
         return None
 
     def launch(*args: torch.Tensor | float, out: Any) -> None:
