@@ -566,7 +566,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def tensor_paths(tree: Any) -> list[str]:
-    """Return what takes each tensor that :func:`flatten` finds out of ``tree``, as ``"['logits']"``; "" for the whole."""
+    """Return what takes each tensor of :func:`flatten` out of ``tree``, as ``"['logits']"``; "" if it is the tensor."""
     from torch.utils import _pytree as pytree
 
     leaves, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda value: isinstance(value, torch.Size))

@@ -57,7 +57,7 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         as :func:`inference` makes it where nothing requires a gradient.
 
     Raises:
-        CaptureError: an operator of the graph cannot be planned, or the model reads a value; says where, and what to do.
+        CaptureError: the graph cannot be planned, as where the model reads a value; says what to do.
         VerifyError: what capture has rewritten in the graph would change a value.
     """
     leaves, nest = take_apart((tuple(batch), dict(named)))
@@ -90,7 +90,7 @@ def _named(graph: TrainGraph, paths: Sequence[str]) -> TrainGraph:
 
     def port(node: fx.Node, port: Port) -> Port:
         position = compat_aot.output_of(node) if port.role is Role.TANGENT else None
-        return port if position is None else replace(port, name=f"gradient of output{paths[position]}")  # as output['logits']
+        return port if position is None else replace(port, name=f"gradient of output{paths[position]}")
 
     return graph.replace(inputs=tuple(map(port, placeholders(graph.graph), graph.inputs)))
 

@@ -166,12 +166,11 @@ def assumed(graph: TrainGraph) -> tuple[str, ...]:
     The gradient of a single number, as of a loss that the model returns, is not worth a word.
     """
     names = _tangents(graph)
-    large = [names[node.name] for node in placeholders(graph.graph) if node.name in names and value_of(node).numel() > 1]
+    fed = [node for node in placeholders(graph.graph) if node.name in names]
+    large = [names[node.name] for node in fed if value_of(node).numel() > 1]
     if not large:
         return ()
     has_loss = any(name.endswith((".loss", "['loss']")) for name in names.values())
     example = "lambda m, **b: m(**b).loss" if has_loss else "lambda m, x, y: criterion(m(x), y)"
-    are = "is" if len(large) == 1 else "are"
-    return (
-        f"there is no loss_fn, so the {', '.join(large)} {are} assumed: for a training step give one, such as {example}",
-    )
+    which = f"the {', '.join(large)} {'is' if len(large) == 1 else 'are'} assumed"
+    return (f"there is no loss_fn, so {which}: for a training step give one, such as {example}",)

@@ -193,7 +193,7 @@ def test_optimizer_step_beside_a_train_step_warns_once_at_the_users_line() -> No
     step = roamc.train_step(model, square, optimizer)
     silent(lambda: step(X))
     before = tensors_of(model)
-    with pytest.warns(UserWarning, match=r"SGD\.step\(\) finds no gradients: .* remove backward\(\), step\(\)") as caught:
+    with pytest.warns(UserWarning, match=r"SGD\.step\(\) finds no gradients: .* remove backward") as caught:
         optimizer.step()
     assert caught[0].filename == __file__
     assert_same(tensors_of(model), before)
