@@ -281,8 +281,8 @@ def plans(compiled: nn.Module | TrainStep | None = None) -> list[Plan]:
         return _RECORDS[compiled].plans
     if isinstance(getattr(compiled, "__dict__", {}).get("__call__"), Carried):
         raise RoamcError(
-            f"this {type(compiled).__name__} is a shallow copy of one that roamc.optimize has compiled, and runs in "
-            "eager: call roamc.optimize on the copy, or copy by copy.deepcopy"
+            f"this {type(compiled).__name__} was not made by roamc.optimize: it is a shallow copy of one that was, and "
+            "runs in eager; call roamc.optimize on the copy, or make it by copy.deepcopy"
         )
     raise RoamcError(
         f"this {type(compiled).__name__} was not made by roamc.optimize or roamc.train_step; "
