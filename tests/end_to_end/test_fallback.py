@@ -131,7 +131,7 @@ def test_strict_raises(monkeypatch: pytest.MonkeyPatch, use: Callable[[pytest.Mo
         run_backward(optimized(model_of_two_plans()), square, BATCHES[0])
 
 
-BUDGET = r"needs [\d.]+ \w+ \(\d+ bytes\) at its peak, above memory_budget=100 B .*Raise the budget, or use"
+BUDGET = r"needs [\d.]+ \w+ \(\d+ bytes\) at its peak, above memory_budget=100 B, .*Raise the budget, or use"
 
 
 def test_budget_of_a_train_step_is_checked_before_anything_runs() -> None:
