@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from roamc.compat_dtensor import is_dtensor, part_of
 from roamc.compat_eager import as_in_eager, changed_setting, kernel_settings
+from roamc.compat_operators import tensors_in, written_by
 from roamc.errors import CaptureError
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload"]  # torch's, for others to import here
@@ -109,7 +110,7 @@ class CaptureMode(FakeTensorMode):
         if not self.over:
             self.strayed |= threading.get_ident() != self._thread
             self.switched = self.switched or changed_setting(self._settings)
-        tensors = [*_tensors_in(args), *_tensors_in(kwargs)]
+        tensors = [*tensors_in(args), *tensors_in(kwargs)]
         if any(map(is_dtensor, tensors)):
             return NotImplemented  # DTensor calls the operators on its parts
         if real := list(filter(is_real, tensors)):
@@ -125,7 +126,7 @@ class CaptureMode(FakeTensorMode):
                 leaves, spec = flatten((tuple(args), kwargs or {}))
                 args, kwargs = unflatten([self._fake_of(x) if is_real(x) else x for x in leaves], spec)
             if func._schema.is_mutable:
-                self._written.update(map(identity, _written_by(func, args, kwargs or {})))
+                self._written.update(map(identity, written_by(func, args, kwargs or {})))
         if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:
             with mock.patch.object(self, "cache_enabled", False):
                 return super().dispatch(func, types, args, kwargs)
@@ -167,24 +168,6 @@ class CaptureMode(FakeTensorMode):
                 raise CaptureError(read_past(name))
             if key in self._watched:
                 self.read_past[self._watched[key]] = None
-
-
-def _tensors_in(arguments: object) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operator; :func:`flatten` takes ten times as long to find them."""
-    if isinstance(arguments, torch.Tensor):
-        yield arguments
-    elif isinstance(arguments, (list, tuple, dict)):
-        for inner in arguments.values() if isinstance(arguments, dict) else arguments:
-            yield from _tensors_in(inner)
-
-
-def _written_by(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The dense tensors among the arguments of an operator that it writes to; sparse ones have no storage."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            tensors = (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
-            yield from (tensor for tensor in tensors if tensor.layout is torch.strided)
 
 
 def read_past(name: str) -> str:

