@@ -82,6 +82,9 @@ class Unknown(Same):
     __slots__ = ()
 
 
+TRACED = "traced"
+"""The key of a tensor of a trace."""
+
 Place = tuple[object, ...]
 """A variable of a function or an attribute of an object: the owner's identity, the name, for a dict the key in it."""
 
@@ -132,23 +135,24 @@ class Seen:
 def changed(before: Mapping[Place, object], after: Mapping[Place, object]) -> frozenset[Place]:
     """Return the places at which a trace has left something that the next step does not read as another value.
 
-    Such are a list to which a function appends and a tensor that it keeps. A number that it counts up is not among
-    them: the next step reads another one, and is traced anew.
+    Such are a list to which a function appends and a tensor that it keeps. Functions that it exchanges and a number
+    that it counts up are not among them: the next step reads another one, and is traced anew.
 
     Args:
         before: ``Seen.places`` before the trace.
         after: the same after it.
     """
     pairs = ((place, before.get(place), after.get(place)) for place in {**before, **after})
-    return frozenset(place for place, old, new in pairs if not is_counted(old, new))
+    return frozenset(place for place, old, new in pairs if old != new and not is_counted(old, new))
 
 
 def is_counted(before: object, after: object) -> bool:
-    """Return whether two keys differ at most in numbers, strings and the like; None is that of nothing."""
-    if before == after or (_is_plain(before) and _is_plain(after)):
-        return True
+    """Return whether two keys differ in values that are there behind the trace, too; None is the key of nothing.
+
+    They do not if a container has grown or shrunk, or if there is a tensor now that the trace has made.
+    """
     if not isinstance(before, tuple) or not isinstance(after, tuple):
-        return False
+        return after != TRACED and (before is None) <= _is_plain(after)
     return len(before) == len(after) and all(map(is_counted, before, after))
 
 
@@ -229,7 +233,7 @@ def complete(seen: Seen) -> dict[Place, object]:
 
 def of_identity(value: object) -> object:
     """Return a key of which object ``value`` is; all tensors of a trace count as one, as each trace makes new ones."""
-    return "traced" if isinstance(value, compat.FakeTensor) else Same(value)
+    return TRACED if isinstance(value, compat.FakeTensor) else Same(value)
 
 
 def of_content(value: object) -> object:
@@ -255,7 +259,7 @@ def of_value(value: Any, depth: int, seen: Seen) -> object:
     if kind in FUNCTIONS:
         return _function(value, seen)
     if isinstance(value, compat.FakeTensor):
-        return "traced"
+        return TRACED
     if isinstance(value, torch.Tensor):
         return Same(value), value.shape, value.dtype, value.device, value.requires_grad
     if isinstance(value, np.ndarray | np.generic):

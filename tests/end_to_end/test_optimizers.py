@@ -379,7 +379,7 @@ def duplicate_across(groups: list[dict[str, Any]]) -> None:
     groups.append({**groups[0], "params": groups[0]["params"][:1], "lr": 0.3})
 
 
-@pytest.mark.parametrize("duplicate", [duplicate_within, duplicate_across], ids=name_of)
+@pytest.mark.parametrize("duplicate", [duplicate_within, duplicate_across], ids=["within", "across"])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_parameter_that_the_optimizer_holds_twice_is_refused(
     duplicate: Callable[[list[dict[str, Any]]], None], later: bool

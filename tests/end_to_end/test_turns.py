@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,14 @@ import roamc
 from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, square, tensors_of
 
 
+def one() -> float:
+    return 1.0
+
+
+def two() -> float:
+    return 2.0
+
+
 class Turning(nn.Module):
     """Turns something, and then scales its result by what that is."""
 
@@ -23,6 +32,9 @@ class Turning(nn.Module):
         self.layer, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
         self.count, self.flag, self.names = 0, False, ["a", "bb", "ccc"]
         self.settings = {"factor": 1.0}
+        self.scales: Any = [one, two]
+        self.by_name, self.pair = {"first": one, "second": two}, SimpleNamespace(first=one, second=two)
+        self.factors = [torch.tensor(1.0), torch.tensor(2.0)]
         self.turn = turn
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,6 +72,29 @@ def training(m: Any) -> float:
     return 1.0
 
 
+def functions(m: Any) -> float:
+    m.scales.reverse()
+    return float(m.scales[0]())
+
+
+def entries(m: Any) -> float:
+    m.by_name["first"], m.by_name["second"] = m.by_name["second"], m.by_name["first"]
+    return float(m.by_name["first"]())
+
+
+def attributes(m: Any) -> float:
+    m.pair.first, m.pair.second = m.pair.second, m.pair.first
+    return float(m.pair.first())
+
+
+def tensors(m: Any) -> Any:
+    m.factors.reverse()
+    return m.factors[0]
+
+
+TURNS = (count, flag, in_a_dict, another_dict, in_a_list, training, functions, entries, attributes, tensors)
+
+
 def assert_turns(model: nn.Module, loss: Callable[..., Tensor], twins_loss: Callable[..., Tensor]) -> None:
     twin = copy.deepcopy(model)
     step, reference = roamc.train_step(model, loss, sgd(model), strict=True), sgd(twin)
@@ -75,7 +110,7 @@ def assert_turns(model: nn.Module, loss: Callable[..., Tensor], twins_loss: Call
     assert len(step.plans) <= 3
 
 
-@pytest.mark.parametrize("turn", [count, flag, in_a_dict, another_dict, in_a_list, training])
+@pytest.mark.parametrize("turn", TURNS)
 def test_what_forward_turns_in_its_module(turn: Callable[[Any], float]) -> None:
     assert_turns(Turning(turn), square, square)
 
