@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -246,12 +245,6 @@ def has_recurrent_layers(model: torch.nn.Module) -> bool:
     return any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
 
 
-_OWN_LIMIT: dict[str, Any] = {
-    name: True for name in inspect.signature(torch.compile).parameters if name == "isolate_recompiles"
-}
-"""Has torch.compile count the recompilations of one call apart from all others; empty where torch does not know how."""
-
-
 def compile_in_place(
     model: torch.nn.Module,
     backend: Callable[..., Any],
@@ -261,19 +254,16 @@ def compile_in_place(
 ) -> None:
     """Compile ``model`` in place with dynamic shapes off; it may have no attributes yet.
 
-    Torch's limit of recompilations is its own, where torch has that: what others, or the model before, have
-    compiled of the same class does not count.
-
     ``backend`` is a dynamo backend. ``around`` gets the compiled call of the model, and returns the function that calls
     of the model run in its place; it may be called twice, and the last function counts. Dynamo leaves out recurrent
     layers, and models of torch's own classes, by default; here it traces them, too. ``recurrent`` says whether there
     are recurrent layers.
     """
-    model.compile(backend=backend, dynamic=False, **_OWN_LIMIT)
+    model.compile(backend=backend, dynamic=False)
     if trace_rules.check(model.forward):
         # Dynamo skips the frames of torch's own modules unless they are called from a frame that it traces.
         wrapped = external_utils.wrap_inline(model._call_impl)
-        model._compiled_call_impl = torch.compile(wrapped, backend=backend, dynamic=False, **_OWN_LIMIT)
+        model._compiled_call_impl = torch.compile(wrapped, backend=backend, dynamic=False)
     compiled: Any = model._compiled_call_impl
     model._compiled_call_impl = around(compiled)
     if not recurrent or not hasattr(config, "allow_rnn"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from typing import Any
 
@@ -74,21 +73,6 @@ def test_calls_beyond_the_limit_of_recompilations() -> None:
         run(model, steps=5)
     assert len([each for each in got if "recompile_limit" in str(each.message) and "roamc" in str(each.message)]) == 1
     assert roamc.plans(model)
-
-
-@pytest.mark.parametrize("refused", [False, True])
-@pytest.mark.skipif(
-    "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="torch has one limit for all"
-)
-def test_a_model_that_is_optimized_again_has_a_limit_of_its_own(refused: bool) -> None:
-    model = Counting(8, 8)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        if refused:
-            with pytest.raises(Exception, match="above memory_budget=10 B"):
-                run(roamc.optimize(model, memory_budget="10 B"))
-        for budget in (1 << 30, 2 << 30):
-            run(roamc.optimize(model, memory_budget=budget, strict=True), steps=1)
-            assert [plan.budget_bytes for plan in roamc.plans(model)] == [budget]
 
 
 @pytest.mark.parametrize("make", [nn.Identity, nn.Sequential])

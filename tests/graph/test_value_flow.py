@@ -29,7 +29,8 @@ from roamc.planning.plan import Plan
 from roamc.rewriting.rerun import rerun
 from roamc.rewriting.reruns import Rerun
 from tests.end_to_end.helpers import assert_steps_equal, noise, sgd, square
-from tests.graphs import aten, captured_step, graph_and_inputs, model_graph, node_named, traced
+from tests.graphs import aten, captured_step, graph_and_inputs, node_named, traced
+from tests.passes.retain.test_search import tower
 from tests.random_graphs import random_model
 
 X = torch.randn(8, 8)
@@ -500,7 +501,7 @@ def test_shape_is_enough_for_a_reader_of_the_shape() -> None:
 
 
 def test_plan_with_codes_and_replays_is_accepted() -> None:
-    graph = model_graph("nanogpt-dropout", "step")[0]
+    graph = graph_and_inputs(*tower(), "step")[0]
     before = values(graph)
     planned = search.run(graph, parse_options({"memory_budget": "min"}))
     kept = planned.plan.decisions["retain"]

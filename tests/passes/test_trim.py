@@ -118,7 +118,7 @@ def with_trim(graph: TrainGraph, **changes: Any) -> TrainGraph:
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_the_judge_finds_planted_faults(route: str) -> None:
-    graph = search.run(model_graph("nanogpt-dropout", route)[0], Options()).graph
+    graph = search.run(model_graph("bert", route)[0], Options()).graph
     assert graph.layout is not None
     assert graph.layout.trims
     check_layout(graph)
@@ -140,7 +140,7 @@ def test_the_judge_finds_planted_faults(route: str) -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_numbers_of_a_layout_with_trims_are_counted_again_from_its_places() -> None:
-    planned_graph = search.run(model_graph("nanogpt-dropout", "step")[0], Options())
+    planned_graph = search.run(model_graph("bert", "step")[0], Options())
     graph, said = planned_graph.graph, planned_graph.plan.decisions["layout"]
     assert graph.layout is not None
     again = layout.recounted(graph, graph.layout)

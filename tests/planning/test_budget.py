@@ -384,7 +384,7 @@ def test_share_of_time_never_needs_more_than_no_budget(seed: int, route: str) ->
     free, plan = (search.run(copied(graph), Options(memory_budget=one)).plan for one in (None, "+1%"))
     assert plan.needed_bytes <= free.needed_bytes
     if not plan.decisions["retain"]["reruns"] and not plan.decisions["retain"]["codes"]:
-        assert plan.decisions == free.decisions
+        assert plan.decisions == free.decisions or plan.needed_bytes < free.needed_bytes
 
 
 def test_share_of_time_without_recomputation_is_no_budget() -> None:

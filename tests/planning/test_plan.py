@@ -568,7 +568,7 @@ def test_what_a_plan_needs_is_counted_for_the_threads_that_torch_uses(monkeypatc
 
 
 def test_plan_for_fewer_threads_is_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = model_graph("nanogpt", "step")[0]
+    graph = model_graph("llama", "step")[0]
     in_threads(monkeypatch, 1)
     plan = search.run(copied(graph), Options(memory_budget="70%")).plan
     in_threads(monkeypatch, 16)
