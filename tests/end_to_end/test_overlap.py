@@ -122,7 +122,7 @@ def compare_gradients() -> None:
 
     gradients = []
     for disable in ((), ("overlap",)):
-        model = SPLITS["plain collectives"](build("gpt", layers=1))
+        model = SPLITS["plain collectives"](build("llama", layers=1))
         compiled = roamc.optimize(model, strict=True, disable=disable, profile="cpu")
         for _ in range(2):
             run_backward(compiled, "plain collectives")
