@@ -265,8 +265,9 @@ class Executable:
                 f"{name}: torch gave {node.name} as {_kind(argument)}, where roamc planned {planned}; {REPORT}"
             )
         raise StaleError(
-            f"{name} was compiled for {planned} and now gets {_kind(argument)} ({node.name}): call "
-            "torch.compiler.reset() after changing the dtype of a compiled module"
+            f"{name} was compiled for {planned} and now gets {_kind(argument)} ({node.name}): make a new train_step "
+            "after changing the dtype of its optimizer's state, or call torch.compiler.reset() after changing that of "
+            "a compiled module"
         )
 
 
