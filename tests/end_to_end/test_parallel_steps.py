@@ -30,8 +30,8 @@ EAGER: dict[str, tuple[Case, ...]] = {
     ),
 }
 ONE_RANK: tuple[Case, ...] = (
-    *(("gpt", "parallelize_module", "sgd", budget, "off", 0.1) for budget in (None, "70%", "min")),
-    *(("bert", "parallelize_module", "sgd", budget, "sequence", 0.1) for budget in (None, "70%")),
+    *(("gpt", "parallelize_module", "sgd", budget, "off", 0.1) for budget in (None, "80%", "min")),
+    *(("bert", "parallelize_module", "sgd", budget, "sequence", 0.1) for budget in (None, "80%")),
     *(("llama", "plain collectives", "sgd", budget, "sequence", None) for budget in (None, "min")),
 )
 STEPS = 3
