@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import roamc
-from tests.end_to_end.helpers import aot_eager, assert_same, assert_steps_equal, run_backward
+from tests.end_to_end.helpers import aot_eager, assert_same, assert_steps_equal, onednn, run_backward
 from tests.models import MODELS, make
 
 STEPS = 3
@@ -30,8 +30,10 @@ def lstm_is_traced() -> Iterator[None]:
 @each_dtype
 @each_model
 def test_train_step_equals_eager(name: str, dtype: torch.dtype) -> None:
+    """An LSTM without oneDNN, whose own has other last bits on some processors."""
     model, batch, loss_fn = make(name, dtype)
-    step = assert_steps_equal(model, loss_fn, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2), [batch] * STEPS)
+    with onednn(enabled=name != "lstm"):
+        step = assert_steps_equal(model, loss_fn, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2), [batch] * STEPS)
     assert len(step.plans) == 1
 
 
