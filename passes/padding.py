@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.compat_operators import tensors_in
 from roamc.cost.slow_products import is_large, may_be_slow, slow_for_rows, tensors_of_product
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, operators, tensors_of
@@ -29,7 +30,6 @@ from roamc.graph.storage_ids import lie_in, number_result
 from roamc.operators import ops
 from roamc.operators.aligned import ALIGNED, is_aligned
 from roamc.operators.blocks import base_of
-from roamc.operators.call import tensors_in
 from roamc.operators.gpu.printed import printed
 from roamc.operators.padded import WITH_PADDED_ROWS, padded_like, pitch_of, rows_padded
 from roamc.options import Options

@@ -134,13 +134,16 @@ def onednn_takes(dtype: torch.dtype) -> bool:
     return torch.backends.mkldnn.is_available() and is_supported is not None and bool(is_supported())
 
 
-def tensors_in(arguments: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments of an operator; torch's pytree takes ten times as long to find them."""
-    if isinstance(arguments, torch.Tensor):
-        yield arguments
-    elif isinstance(arguments, (list, tuple, dict)):
-        for inner in arguments.values() if isinstance(arguments, dict) else arguments:
-            yield from tensors_in(inner)
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield ``value`` if it is a tensor, or all tensors in nested lists, tuples and dicts, in order; skip all else.
+
+    torch's pytree takes ten times as long to find those of an operator's arguments.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
 
 
 def written_by(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -8,6 +8,7 @@ graph through workspace and the caller's own tensors (:mod:`roamc.passes.layout.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from roamc.cost import objects
 from roamc.errors import VerifyError
+from roamc.graph.memory import Int64s
 from roamc.options import Options
 from roamc.passes.layout import trims
 from roamc.passes.layout.placement import (
@@ -93,15 +95,15 @@ def _least(
 ) -> Laid:
     """The best of the placements ``plain``; ``highest`` is the peak of :data:`Rank`, that of the first one if None."""
     table, limit, effort = lay.table, lay.options.limit_bytes, lay.table.effort
-    estimate = {id(placement): least for least, placement in _estimated(table, plain, shrinks=shrinks)}
-    cheapest = sorted(plain, key=lambda placement: estimate[id(placement)])[: effort.layouts]
+    estimate = {placement: least for least, placement in _estimated(table, plain, shrinks=shrinks)}
+    cheapest = sorted(plain, key=lambda placement: estimate[placement])[: effort.layouts]
     # Placements in `within` keep the budget without trims; the others may keep it with trims.
     room = None if limit is None else limit - table.waiting
     within = [placement for placement in plain if room is not None and placement.peak_bytes <= room][: effort.layouts]
     lowest = min(plain, key=lambda placement: placement.peak_bytes)
     without_arena = next(placement for placement in plain if (placement.with_allocator | table.foreign).all())
     first, *others = dict.fromkeys((plain[0], *cheapest, *within, lowest, without_arena))
-    least = {one: _least_rank(table, one, eager_bytes, limit, estimate[id(one)], shrinks=shrinks) for one in others}
+    least = {one: _least_rank(table, one, eager_bytes, limit, estimate[one], shrinks=shrinks) for one in others}
     ranked: list[tuple[Rank, Laid]] = []
     for placement in (first, *sorted(others, key=lambda one: least[one])):
         if ranked and min(rank for rank, _ in ranked) <= least[placement]:
@@ -154,8 +156,8 @@ def _least_rank(
     arena_bytes = peak(arena)
     if not shrinks or arena_bytes < table.effort.trim.least_bytes:
         arena = np.full_like(arena, arena_bytes)
-    needed = peak(arena + outside + table.workspace)
-    needed += objects(needed, table.objects.peak(~table.foreign & ~with_allocator)) + table.waiting
+    own = table.objects.peak(~table.foreign & ~with_allocator)
+    needed = _needed(table, arena + outside, own) + table.waiting
     if limit is not None and needed > limit:
         return True, False, 0, False, needed
     total = sum(peak(np.append(arena, 0) + beside) for beside in trims.moments(table, placement))
@@ -168,32 +170,32 @@ class _Layouts:
     """Layouts of placements, each of which is solved once."""
 
     def __init__(self, table: Table, alignment: Bytes, options: Options) -> None:
-        self.table, self.alignment, self.options = table, alignment, options
-        self._solved: dict[int, LayoutSolution] = {}
+        self.table, self.options = table, options
+        self._solve = functools.cache(functools.partial(_solve, table, alignment=alignment, options=options))
 
     def out(self, placement: Placement, *, shrinks: bool) -> Iterator[Laid]:
         """The layout of ``placement`` without trims, and then with each choice of trims."""
-        table, solution = self.table, self._solution(placement)
+        table, solution = self.table, self._solve(placement)
         arena = int(solution.arena_bytes)
         outside = outside_live(table, placement.with_allocator)
         inside = ~table.foreign & ~placement.with_allocator
         own = table.objects.peak(inside)
         for trimming in trims.choices(table, placement, solution, shrinks=shrinks):
             tensors = arena - trimmed(trimming.ranges, table.steps)[:-1] + outside
-            needed = peak(tensors + table.workspace)
-            needed += objects(needed, own)
+            needed = _needed(table, tensors, own)
             if trimming.ranges:
                 needed = max(needed, trims.taken(table, inside, arena, outside, keeps=self.options.keeps_arena))
             price = cost(trimming.total // 2, placement, table.effort) + trims.price(trimming, table.effort)
             yield Laid(placement, solution, trimming, peak(tensors), needed + table.waiting, price)
 
-    def _solution(self, placement: Placement) -> LayoutSolution:
-        if (solution := self._solved.get(id(placement))) is None:
-            solution = self._solved[id(placement)] = _solve(self.table, placement, self.alignment, self.options)
-        return solution
+
+def _needed(table: Table, tensors: Int64s, own: Bytes) -> Bytes:
+    """Most bytes at any of n steps: ``tensors``, int64[n], workspace, and ``own`` bytes of tensor objects."""
+    most = peak(tensors + table.workspace)
+    return most + objects(most, own)
 
 
-def _solve(table: Table, placement: Placement, alignment: Bytes, options: Options) -> LayoutSolution:
+def _solve(table: Table, placement: Placement, *, alignment: Bytes, options: Options) -> LayoutSolution:
     inside = ~table.foreign & ~placement.with_allocator
     problem = make_problem(table.size[inside], table.born[inside], table.dead[inside], alignment=alignment)
     solution = solve(problem, node_limit=options.layout_nodes)

@@ -152,7 +152,7 @@ def is_counted(before: object, after: object) -> bool:
     They do not if a container has grown or shrunk, or if there is a tensor now that the trace has made.
     """
     if not isinstance(before, tuple) or not isinstance(after, tuple):
-        return after != TRACED and (before is None) <= _is_plain(after)
+        return after != TRACED and (before is not None or _is_plain(after))
     return len(before) == len(after) and all(map(is_counted, before, after))
 
 

@@ -135,8 +135,8 @@ def may_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 
     ::
 
-        rows of 4, every other one      first   XXXX....XXXX....     a block of 4 at 0 of every 8
-                                        second  ....XXXX....XXXX     a block of 4 at 4 of every 8
+        rows of 4, every other one      first   ####....####....     a block of 4 at 0 of every 8
+                                        second  ....####....####     a block of 4 at 4 of every 8
 
     Each tensor is equal blocks of adjacent elements at distances that are multiples of one number, the period. Where
     the two blocks do not meet within a period, no elements do.

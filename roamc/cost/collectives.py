@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from roamc.compat_groups import numbers_in, ranks_in
+from roamc.compat_operators import tensors_in
 from roamc.cost.profile import NETWORK, NODE, DeviceProfile, load_profile
 from roamc.graph import TrainGraph, main_device, operators
 from roamc.graph.memory import started_by
 from roamc.operators import ops
-from roamc.operators.call import fakes, tensors_in
+from roamc.operators.call import fakes
 from roamc.operators.costs.kinds import COLLECTIVE
 from roamc.operators.products_sent import PRODUCTS_SENT
 from roamc.operators.schemas import group_of

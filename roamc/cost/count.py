@@ -11,11 +11,12 @@ import torch
 from torch import fx
 from torch.utils import flop_counter
 
+from roamc.compat_operators import tensors_in
 from roamc.cost.kind import kind_of
 from roamc.graph import output_node, placeholders, tensors_of
 from roamc.graph.storage_ids import StorageId, placed
 from roamc.operators import ops
-from roamc.operators.call import Call, call_of, fakes, tensors_in
+from roamc.operators.call import Call, call_of, fakes
 from roamc.operators.costs.kinds import FREE, VIEW
 from roamc.operators.gpu.shifts import columns_before
 from roamc.units import Bytes

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from roamc.compat_operators import tensors_in
 from roamc.operators import ops
-from roamc.operators.call import Call, call_of, fakes, tensors_in
+from roamc.operators.call import Call, call_of, fakes
 from roamc.operators.costs.kinds import LIGHT
 
 QUICK_POWERS = (2, 3, -1, -2, 1, 0, 2.0, 3.0, -1.0, -2.0, 1.0, 0.0)

@@ -17,13 +17,14 @@ import itertools
 import torch
 from torch import fx
 
+from roamc.compat_operators import tensors_in
 from roamc.cost.collectives import collective_seconds, collectives, exposed_seconds
 from roamc.cost.count import elements, flops, group_traffic, own_bytes, traffic
 from roamc.cost.kind import kind_of
 from roamc.cost.profile import DeviceProfile, Rates
 from roamc.graph import TrainGraph, operators, tensors_of
 from roamc.operators import ops
-from roamc.operators.call import call_of, fakes, tensors_in
+from roamc.operators.call import call_of, fakes
 from roamc.operators.costs.attention import causal_share
 from roamc.operators.costs.kinds import COLLECTIVE, CONVOLUTIONS, FREE, ONEDNN, PRODUCTS, UNKNOWN, VIEW
 from roamc.operators.fused import Fused

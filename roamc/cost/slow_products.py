@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from roamc.compat_operators import tensors_in
 from roamc.cost.count import flops
 from roamc.operators.aligned import BY_COPIES, is_aligned
-from roamc.operators.call import tensors_in
 
 HALF = (torch.float16, torch.bfloat16)
 """Dtypes whose products have fast kernels for rows that are aligned alone."""

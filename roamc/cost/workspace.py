@@ -24,13 +24,14 @@ import numpy as np
 import torch
 from torch import fx
 
+from roamc.compat_operators import tensors_in
 from roamc.cost.kind import kind_of
 from roamc.cost.tensor_objects import OBJECT
 from roamc.graph import tensors_of
 from roamc.graph.memory import Int64s, Operator, started_by
 from roamc.operators import ops
 from roamc.operators.blocks import widest
-from roamc.operators.call import Call, call_of, fakes, tensor_at, tensors_in
+from roamc.operators.call import Call, call_of, fakes, tensor_at
 from roamc.operators.costs.arguments import channels_last
 from roamc.operators.costs.cost import Cost
 from roamc.operators.costs.kinds import CONVERTING

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.compat_operators import tensors_in
 from roamc.graph import output_node, tensors_of
 from roamc.operators import ops
-from roamc.operators.call import tensors_in
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.operators.table import Rowwise
 from roamc.units import Bytes

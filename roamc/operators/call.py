@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roamc.compat_operators import tensors_in
 from roamc.operators.random import replay
 
 
@@ -35,15 +35,6 @@ def fakes(value: Any) -> Any:
     A node without a fake value becomes None.
     """
     return fx.node.map_arg(value, lambda node: node.meta.get("val"))
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield ``value`` if it is a tensor, or all tensors in nested lists and tuples, in order; skip all else."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def tensor_at(call: Call, position: int) -> torch.Tensor:

@@ -175,9 +175,9 @@ def test_placements_that_cannot_win_are_not_laid_out(
     graph, options = graph_and_inputs(*random_model(seed), route)[0], Options(memory_budget=budget, layout_nodes=0)
     solve, solved = choose._solve, list[bytes]()
 
-    def noted(table: Table, placement: Placement, *rest: Any) -> LayoutSolution:
+    def noted(table: Table, placement: Placement, **rest: Any) -> LayoutSolution:
         solved.append(placement.with_allocator.tobytes())
-        return solve(table, placement, *rest)
+        return solve(table, placement, **rest)
 
     monkeypatch.setattr(choose, "_solve", noted)
     chosen = layout.decide(graph, options)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from roamc.operators.call import Call, fakes, tensors_in
+from roamc.compat_operators import tensors_in
+from roamc.operators.call import Call, fakes
 from roamc.units import Bytes
 
 PIECES: Bytes = 2 << 20

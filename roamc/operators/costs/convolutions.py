@@ -101,9 +101,9 @@ def backward(call: Call, result: torch.Tensor) -> Bytes:
     if not _by_onednn(image, weight, call.args[-2]):
         return _backward_by_torch(gradient, image, weight, transposed=call.args[7], of_bias=call.args[-1][2])
     blocks = _weight_in_blocks(weight, call.args[-2])
-    again = (blocks if image.dtype is torch.float32 else 3 * blocks) + SMALL
-    if image.shape[1] < FEW and prod(weight.shape[2:]) > 1:
-        again += max(0, 8 * weight.nbytes - blocks)
+    few = image.shape[1] < FEW and prod(weight.shape[2:]) > 1
+    again = (0 if image.dtype is torch.float32 else 2 * blocks) + SMALL
+    again += max(blocks, 8 * weight.nbytes) if few else blocks
     if _channels_last(image):
         return again + max(2 * blocks, _padded(call))
     wide, groups = image.dtype is torch.float32, call.args[-2]
@@ -180,7 +180,7 @@ def _whole(channels: int) -> int:
 def _padded(call: Call) -> Bytes:
     """Backward, channels last: the weight of a grouped convolution, the channels of each group padded to whole blocks.
 
-    In 16 bits half of that once more.
+    In 16 bits three of them.
     """
     weight = tensor_at(call, 2)
     if not _pads(call):

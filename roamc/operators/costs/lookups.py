@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from roamc.operators.call import Call, broadcast_elements, fakes, rows_of, tensor_at, tensors_in
+from roamc.compat_operators import tensors_in
+from roamc.operators.call import Call, broadcast_elements, fakes, rows_of, tensor_at
 from roamc.operators.costs.arguments import INDEX, is_half
 from roamc.operators.costs.cost import Cost
 from roamc.operators.schemas import argument_of

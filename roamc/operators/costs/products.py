@@ -13,9 +13,9 @@ from math import prod
 
 import torch
 
-from roamc.compat_operators import onednn_takes
+from roamc.compat_operators import onednn_takes, tensors_in
 from roamc.operators.aligned import copied_bytes
-from roamc.operators.call import Call, fakes, tensor_at, tensors_in
+from roamc.operators.call import Call, fakes, tensor_at
 from roamc.operators.costs.arguments import in_order, is_half, matrix
 from roamc.units import Bytes, rounded_up
 
