@@ -407,14 +407,14 @@ class PlanSearch:
 def above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
     """Return the bytes by which a plan may take more than eager does, workspaces included; 0 if it does not.
 
-    In small graphs every moment is compared, see :mod:`roamc.passes.layout.eager`; in others the worst steps. Under a
-    budget the result is 0.
+    In small graphs every moment is compared, see :mod:`roamc.passes.layout.eager`; in others, and under a budget, the
+    worst steps.
 
     Args:
         planned: the graph and its plan.
         maker: the maker of the plan, which knows what eager needs.
     """
-    if planned.graph.eager_floor or maker.options.limit_bytes is not None:
+    if planned.graph.eager_floor and maker.options.limit_bytes is None:
         return layout.above_eager(planned.graph, maker.options)
     return max(planned.plan.needed_bytes - maker.eager_needs, 0)
 

@@ -30,6 +30,8 @@ TRIES = 6
 """Lines of one kind that are drawn until eager can train one."""
 LARGEST = 1 << 18
 """Elements of one tensor, at most."""
+LONGEST = 2048
+"""Rows or columns of a matrix, at most: attention and products have their square."""
 DRAWS_IN_PLACE = {"train_step": "draws in place inside a torch.utils.checkpoint region"}
 """Way in to what roamc says of a program that it does not take."""
 WIDEST = 128
@@ -153,6 +155,11 @@ class _Text:
         if forward:
             methods.append("def forward(self, x, i):\n" + _indented(self.lines))
         return "class Program(nn.Module):\n" + "\n".join(_indented([method]) for method in methods)
+
+
+def _longest(value: Tensor) -> int:
+    """The most rows or columns of a matrix; 0 of what is none."""
+    return max(value.shape) if value.dim() > 1 else 0
 
 
 def _indented(lines: list[str]) -> str:
@@ -293,7 +300,7 @@ class _Draft:
         torch.manual_seed(0)
         scope |= {"self": scope["Program"](), "x": x}
         values = values_of(text.lines, scope)
-        if any(value.numel() > LARGEST for value in values.values()):
+        if any(value.numel() > LARGEST or _longest(value) > LONGEST for value in values.values()):
             raise ValueError("a tensor with too many elements")
         return {name: value for name, value in values.items() if value.is_floating_point()}
 
