@@ -40,6 +40,9 @@ from roamc.operators.kernels import PIECE, kernel_of
 from roamc.operators.random import replay
 from roamc.units import Bytes
 
+FIXED: Bytes = 32 << 10
+"""Bytes that an operator such as ``gelu`` takes at most however few its rows are, those of a block as those of all."""
+
 
 def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Bytes:
     """Estimate the most bytes that ``node`` allocates beside its arguments and results while it runs.
@@ -89,9 +92,9 @@ def group_workspace(group: Fused, threads: int) -> Bytes:
     largest: Bytes = 0
     for member in group.nodes:
         whole = workspace_bytes(member, 0)
-        part = -(-whole * rows // count)
-        if kernel_of(member.target) is not None:  # ours may work in pieces, which are as large in a block
-            part = min(whole, max(part, PIECE * widest([member])))
+        # Ours may work in pieces, which are as large in a block.
+        least = FIXED if kernel_of(member.target) is None else PIECE * widest([member])
+        part = min(whole, max(-(-whole * rows // count), least))
         largest = max(largest, part + workspace_bytes(member, threads) - whole)
     views: int = -(-count // rows) * (1 + sum(node.op == "placeholder" for node in group.body.nodes))
     inside: Bytes = group.block_bytes(threads)

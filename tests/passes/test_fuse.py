@@ -286,6 +286,13 @@ def test_a_member_that_works_in_pieces_has_whole_pieces_in_a_block(monkeypatch: 
     assert cost.group_workspace(group, 1) >= 2 << 20, "a value inside and a piece; the profiler measures 16 kB more"
 
 
+def test_what_a_member_takes_for_any_number_of_rows_is_not_less_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 20)
+    nodes = operators(traced(lambda x: aten.gelu(x.sin()).cos(), torch.randn(9602, 64)).graph)
+    group, _ = make_group(nodes[-1], nodes)
+    assert cost.group_workspace(group, 1) >= group.block_bytes(1) + cost.workspace_bytes(nodes[1], 1)
+
+
 def test_a_plan_with_groups_comes_back_from_its_text() -> None:
     graph, _ = model_graph("gpt2", "step")
     plan = search.run(copied(graph), Options()).plan
