@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import re
 import sys
 import threading
 import types
@@ -34,6 +35,7 @@ from roamc.capture.python_names import (
     attributes_in,
     is_installed,
     is_torch,
+    looked_into,
     variables_of,
 )
 
@@ -85,6 +87,9 @@ class Unknown(Same):
 TRACED = "traced"
 """The key of a tensor of a trace."""
 
+LOOKED = ("looked into",)
+"""The place of the names of what functions use for more than to add to it."""
+
 Place = tuple[object, ...]
 """A variable of a function or an attribute of an object: the owner's identity, the name, for a dict the key in it."""
 
@@ -98,6 +103,7 @@ class Seen:
         around: identities of the containers and objects that are being described: one may hold itself.
         left: elements that may still be looked into, see ``MANY``.
         names: attributes that the functions read, of whatever object, in the order in which they came.
+        looked: names of what the functions use for more than to add to it.
         objects: objects, classes and Python modules that the functions name, by identity.
         owners: identities of the objects that are called, or whose methods are.
         holders: numbers for what has no identity that counts, such as a functools.partial.
@@ -110,6 +116,7 @@ class Seen:
         self.around: set[int] = set()
         self.left = MANY
         self.names: dict[str, None] = {}
+        self.looked: set[object] = set()
         self.objects: dict[int, object] = {}
         self.owners: set[int] = set()
         self.holders = itertools.count()
@@ -135,15 +142,44 @@ class Seen:
 def changed(before: Mapping[Place, object], after: Mapping[Place, object]) -> frozenset[Place]:
     """Return the places at which a trace has left something that the next step does not read as another value.
 
-    Such are a list to which a function appends and a tensor that it keeps. Functions that it exchanges and a number
-    that it counts up are not among them: the next step reads another one, and is traced anew.
+    Such are a list to which a function only appends and a tensor that it keeps. Functions that it exchanges, a number
+    that it counts up and numbers in a list that it reads, too, are not among them: the next step reads other ones, and
+    is traced anew.
 
     Args:
         before: ``Seen.places`` before the trace.
         after: the same after it.
     """
+    looked: Any = after.get(LOOKED, frozenset())
     pairs = ((place, before.get(place), after.get(place)) for place in {**before, **after})
-    return frozenset(place for place, old, new in pairs if old != new and not is_counted(old, new))
+    return frozenset(
+        place
+        for place, old, new in pairs
+        if old != new and not is_counted(old, new) and not (_name(place) in looked and is_longer(old, new))
+    )
+
+
+def _name(place: Place) -> object:
+    """The last name of a place, as code has it."""
+    return re.split("[ .]", place[-1])[-1] if isinstance(place[-1], str) and len(place) == 2 else place[-1]
+
+
+def is_longer(before: object, after: object) -> bool:
+    """Return whether a trace has made a container, described by two keys, or made it longer by what are no tensors.
+
+    None is the key of nothing.
+    """
+    if not after or not isinstance(after, tuple) or not isinstance(before, tuple | None):
+        return False
+    old = before or (after[0], ())
+    if after[0] is old[0] and after[0] in CONTAINERS and len(after[1]) > len(old[1]):
+        return not _has_traced(after)
+    return len(old) == len(after) and any(map(is_longer, old, after))
+
+
+def _has_traced(described: object) -> bool:
+    inside = described if isinstance(described, tuple | frozenset) else ()
+    return described == TRACED or any(map(_has_traced, inside))
 
 
 def is_counted(before: object, after: object) -> bool:
@@ -228,6 +264,7 @@ def complete(seen: Seen) -> dict[Place, object]:
                 if (id(owner), name) not in seen.places:
                     _put((id(owner), name), value, seen)
         if extent == (len(seen.names), len(seen.objects)):
+            seen.places[LOOKED] = frozenset(seen.looked)
             return seen.places
 
 
@@ -364,6 +401,7 @@ def _function(value: Any, seen: Seen) -> object:
         seen.functions.add(id(value))
         if not is_torch(value.__module__):
             seen.names.update(dict.fromkeys(attributes_in(value.__code__)))
+            seen.looked |= looked_into(value.__code__)
         if value.__dict__:
             seen.own(value)
         for name, item in variables_of(value):
@@ -401,7 +439,7 @@ def _put(place: Place, value: Any, seen: Seen) -> None:
         seen.places[place] = Same(value) if seen.note(value) else of_value(value, 0, seen)
         return
     seen.around.add(id(value))
-    seen.places[place] = type(value), tuple(of_value(key, 1, seen) for key in value)
+    seen.places[place] = "keys", type(value), tuple(of_value(key, 1, seen) for key in value)
     for key, item in value.items():
         seen.places[*place, key] = of_value(item, 1, seen)
     seen.around.discard(id(value))

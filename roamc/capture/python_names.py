@@ -23,6 +23,12 @@ FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, fu
 WHOLE = ("vars", "asdict", "__dict__")
 """Names by which a function reads all attributes of an object."""
 
+ADDING = ("append", "appendleft", "extend", "extendleft", "insert", "add")
+"""Methods that add to a container and read nothing of it."""
+
+NAMING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")
+"""Instructions that name a variable, an attribute or an entry of a dict."""
+
 ABSENT = object()
 """In the place of the value of a variable or attribute that is missing."""
 
@@ -125,9 +131,35 @@ def _imports_in(code: types.CodeType) -> tuple[str, ...]:
     return _read_by(code, ("IMPORT_NAME",))
 
 
+@functools.lru_cache(maxsize=4096)
+def looked_into(code: types.CodeType) -> frozenset[object]:
+    """Return the names of all that a function and those inside it use for more than to add to it, as a log is used."""
+    return frozenset(name for part in _codes(code) for name in _looked_into(part))
+
+
+def _looked_into(code: types.CodeType) -> Iterator[object]:
+    steps = _steps(code)
+    for place, step in enumerate(steps):
+        if step.opname in NAMING and not _is_added_to(steps, place + 1):
+            yield step.argval
+
+
+def _is_added_to(steps: list[dis.Instruction], place: int) -> bool:
+    """Whether what is named before ``place``, or an entry of it, is added to there."""
+    while steps[place].opname == "BINARY_SUBSCR" or (
+        steps[place].opname == "LOAD_CONST" and steps[place + 1].opname == "BINARY_SUBSCR"
+    ):
+        place += 1
+    return steps[place].opname in ("LOAD_ATTR", "LOAD_METHOD") and steps[place].argval in ADDING
+
+
+def _steps(code: types.CodeType) -> list[dis.Instruction]:
+    return [step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "PUSH_NULL", "NOP")]
+
+
 def _computes_a_name(code: types.CodeType) -> bool:
     """Whether a function, those inside it left out, calls ``getattr`` with a name that is not written there."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "PUSH_NULL", "NOP")]
+    steps = _steps(code)
     for place, step in enumerate(steps):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "getattr":
             calls = (i for i in range(place, len(steps)) if steps[i].opname == "CALL" and steps[i].arg in (2, 3))

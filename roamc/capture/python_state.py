@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from roamc.capture.python_keys import (
     Seen,
     implied_by,
     is_counted,
+    is_longer,
     of_called,
     of_content,
     of_identity,
@@ -39,7 +41,7 @@ from roamc.capture.python_keys import (
     of_value,
     slots_of,
 )
-from roamc.capture.python_names import ABSENT, FUNCTIONS, is_torch
+from roamc.capture.python_names import ABSENT, FUNCTIONS, is_torch, looked_into
 from roamc.compat_eager import is_of_tracer
 
 OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -139,14 +141,15 @@ class Reads:
         self._slots: dict[tuple[int, str], tuple[Slot, object]] = {}
         self._read: set[tuple[int, str]] = set()
         self._written: set[tuple[int, str]] = set()
+        self._looked: set[tuple[int, str]] = set()
 
     def hold(self) -> bool:
         """Whether every attribute has the value that the trace read; those of modules that are gone do not count."""
         cache: dict[int, object] = {}
         return all(slot.owner() is None or slot.now(cache) == before for slot, before in self._slots.values())
 
-    def read(self, module: nn.Module, name: str) -> None:
-        """Note that the trace reads attribute ``name`` of ``module``, and which value it finds at the first read.
+    def read(self, module: nn.Module, name: str, code: types.CodeType) -> None:
+        """Note that ``code`` reads attribute ``name`` of ``module``, and which value it finds at the first read.
 
         If the attribute is found on a class, the value is noted for that class. No value is noted for an attribute
 
@@ -163,6 +166,8 @@ class Reads:
         if owner is None or (id(owner) in self._described and type(owner.__dict__[name]) in (*PLAIN, *FUNCTIONS)):
             return
         self._note(owner, name)
+        if name in looked_into(code):
+            self._looked.add((id(owner), name))
 
     def _note(self, owner: nn.Module | type, name: str) -> None:
         """Note the value of an attribute, unless that has been done, or the trace has set it."""
@@ -188,10 +193,11 @@ class Reads:
     def end(self) -> None:
         """Let values that the trace has changed in place count by identity alone; call it once the trace is over.
 
-        One such value is a list to which forward appends; none is a dict in which it counts up a number.
+        One such value is a list to which forward only appends; none is a dict in which it counts up a number.
         """
         for key, (slot, before) in self._slots.items():
-            if key not in self._written and not is_counted(before, slot.now()):
+            counted = is_counted(before, slot.now()) or (key in self._looked and is_longer(before, slot.now()))
+            if key not in self._written and not counted:
                 by_identity = Slot(slot.owner, slot.name, inside=False)
                 self._slots[key] = by_identity, by_identity.now()
 
@@ -234,7 +240,7 @@ def _watched(reads: Reads) -> Iterator[None]:
         value = object.__getattribute__(module, name)
         if threading.get_ident() == thread:
             if name != "__dict__":
-                reads.read(module, name)
+                reads.read(module, name, sys._getframe(1).f_code)
             elif not is_of_tracer(sys._getframe(1).f_globals):
                 reads.read_whole(module, value)
         return value

@@ -95,7 +95,9 @@ def tensors(m: Any) -> Any:
 TURNS = (count, flag, in_a_dict, another_dict, in_a_list, training, functions, entries, attributes, tensors)
 
 
-def assert_turns(model: nn.Module, loss: Callable[..., Tensor], twins_loss: Callable[..., Tensor]) -> None:
+def assert_turns(
+    model: nn.Module, loss: Callable[..., Tensor], twins_loss: Callable[..., Tensor], plans: int = 3
+) -> None:
     twin = copy.deepcopy(model)
     step, reference = roamc.train_step(model, loss, sgd(model), strict=True), sgd(twin)
     states = [torch.manual_seed(1).get_state()] * 2
@@ -107,12 +109,55 @@ def assert_turns(model: nn.Module, loss: Callable[..., Tensor], twins_loss: Call
             states[which] = torch.get_rng_state()
         assert_same(*losses, f"loss of step {number}")
         assert_same(tensors_of(model), tensors_of(twin), f"after step {number}")
-    assert len(step.plans) <= 3
+    assert len(step.plans) <= plans
 
 
 @pytest.mark.parametrize("turn", TURNS)
 def test_what_forward_turns_in_its_module(turn: Callable[[Any], float]) -> None:
     assert_turns(Turning(turn), square, square)
+
+
+def log_of_numbers(m: Any) -> float:
+    m.names.append("d")
+    return float(len(m.names))
+
+
+def log_in_a_dict(m: Any) -> float:
+    m.by_name.setdefault("log", [])
+    m.by_name["log"].append(1.0)
+    return sum(m.by_name["log"])
+
+
+@pytest.mark.parametrize("turn", [log_of_numbers, log_in_a_dict])
+def test_a_log_that_forward_reads_is_as_long_as_in_eager(turn: Callable[[Any], float]) -> None:
+    assert_turns(Turning(turn), square, square, plans=7)
+
+
+class Logging:
+    """A loss that keeps logs."""
+
+    def __init__(self) -> None:
+        self.log, self.by_name = [0], {"loss": [0]}
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.log.append(1)
+        self.by_name["loss"].append(2)
+        return square(model, x)
+
+
+class Reading(Logging):
+    """One that reads them, too."""
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return super().__call__(model, x) * self.log[-1] * len(self.by_name["loss"])
+
+
+def test_logs_that_a_loss_reads_are_as_long_as_in_eager() -> None:
+    assert_turns(nn.Linear(8, 8), Reading(), Reading(), plans=7)
+
+
+def test_logs_that_a_loss_keeps_need_no_other_plan() -> None:
+    assert_turns(nn.Linear(8, 8), Logging(), Logging(), plans=1)
 
 
 class Rotating:
