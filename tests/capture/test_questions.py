@@ -53,7 +53,7 @@ WHETHER_TRACED: dict[str, Way] = {
     "exporting": lambda model, h, x: torch.compiler.is_exporting() or torch._dynamo.is_compiling(),
     "jit": lambda model, h, x: torch.jit.is_tracing() or torch.jit.is_scripting(),
     "fx": lambda model, h, x: _symbolic_trace.is_fx_tracing() or _symbolic_trace.is_fx_symbolic_tracing(),
-    "fx, by its flag": lambda model, h, x: _symbolic_trace._is_fx_tracing_flag,
+    "fx, by its flag": lambda model, h, x: getattr(_symbolic_trace, "_is_fx_tracing_flag", False),  # none in torch 2.14
     "proxy": lambda model, h, x: isinstance(h, torch.fx.Proxy),
     "fake, by a global": lambda model, h, x: isinstance(h, FakeTensor) or is_fake(x),
     "fake, by a module": lambda model, h, x: isinstance(model.linear.weight, fake_tensor.FakeTensor),
