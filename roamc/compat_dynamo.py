@@ -187,6 +187,9 @@ def keep_source(copy: fx.Node, node: fx.Node) -> None:
 def compilation(args: Sequence[Any]) -> Iterator[list[Any]]:
     """Set up a context in which AOTAutograd can compile after dynamo has ended.
 
+    As in dynamo, one thread compiles at a time, and others may run what is compiled: without torch's flag for that, its
+    functions take the trace of this thread for one of theirs, and raise.
+
     Yields:
         ``args`` with fakes for tensors, all sizes known.
     """
@@ -198,7 +201,8 @@ def compilation(args: Sequence[Any]) -> Iterator[list[Any]]:
         allow_dynamic_output_shape_ops=config.capture_dynamic_output_shape_ops,
     )
     mode = FakeTensorMode(shape_env=shapes)
-    with tracing(TracingContext(mode)):
+    compiling = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)  # from torch 2.13 on
+    with convert_frame.compile_lock, compiling(), tracing(TracingContext(mode)):
         yield [mode.from_tensor(arg, static_shapes=True) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 

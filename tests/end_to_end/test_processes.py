@@ -103,6 +103,60 @@ def test_backward_in_another_thread_than_forward() -> None:
     assert arenas_waiting() == 0
 
 
+@torch.library.custom_op("roamc_tests::watched", mutates_args=())
+def watched(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+MEANWHILE: dict[str, Callable[[], object]] = {}
+"""What is called whenever the operator above is traced."""
+
+
+@watched.register_fake
+def _(x: Tensor) -> Tensor:
+    for call in MEANWHILE.values():
+        call()
+    return torch.empty_like(x)
+
+
+class Watched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = wide()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(watched(x))  # type: ignore[no-any-return]
+
+
+def another_size(model: nn.Module) -> list[Tensor]:
+    return [square(model, noise(size, WIDE)) for size in (4, 5)]
+
+
+def more_open_calls(model: nn.Module) -> list[Tensor]:
+    return [torch.stack([square(model, noise(6, WIDE)) for _ in range(2)]).sum()]
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "_compile_session_context"), reason="nor does torch.compile so itself")
+@pytest.mark.parametrize("before", [another_size, more_open_calls])
+def test_other_threads_run_compiled_modules_while_one_plans_again(
+    before: Callable[[nn.Module], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = wide()
+    twin = copy.deepcopy(other)
+    other.compile(backend="aot_eager")
+    square(other, noise(4, WIDE))
+    options = {"memory_budget": "min", "strict": True}
+    model: Any = torch.compile(Watched(), backend="roamc", dynamic=True, options=options)
+    for loss in before(model):
+        loss.backward()
+    ran: list[Tensor] = []
+    monkeypatch.setitem(MEANWHILE, "call", lambda: ran.extend(in_threads(lambda: square(other, noise(4, WIDE)))))
+    square(model, noise(6, WIDE)).backward()
+    assert ran
+    assert_same(ran, [square(twin, noise(4, WIDE))] * len(ran))
+    assert not torch.compiler.is_compiling()
+
+
 # -- copies ---------------------------------------------------------------------------------------
 
 
