@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from unittest import mock
@@ -71,14 +72,14 @@ class _Followed:
         """Where the generator is, in draws.
 
         Raises:
-            CaptureError: it was seeded, was set to a state from outside of the step, or really drew.
+            CaptureError: it was seeded, was set to a state from outside of the step, or really drew, in any thread.
         """
         with compat.without_modes():
             state = self.generator.get_state()
             place = int(state[PLACE].view(torch.int64))
             state[PLACE] = self.marked[PLACE]
             if not torch.equal(state, self.marked):
-                _refuse_seed()
+                raise CaptureError(f"{SEEDED}; {BESIDE}")
         return place
 
     def draw(self, node: fx.Node) -> None:
@@ -126,13 +127,12 @@ def followed() -> Iterator[None]:
 
     Raises:
         CaptureError: a generator is seeded inside of the step, its seed is read there, or it is set to a state from
-            outside of the step or left at one from which the step has drawn.
+            outside of the step or left at one from which the step has drawn; or another thread has drawn or seeded.
     """
     with _watched() as generator, contextlib.ExitStack() as patches:
-        for module, name in SEEDING:
-            patches.enter_context(mock.patch.object(module, name, _refuse_seed))
-        for module, name in READING:
-            patches.enter_context(mock.patch.object(module, name, _refuse_reading))
+        for names, refuse in ((SEEDING, _refuse_seed), (READING, _refuse_reading)):
+            for module, name in names:
+                patches.enter_context(mock.patch.object(module, name, _refused_here(refuse, getattr(module, name))))
         # Also behind torch's functions that a user's module has bound to names of its own.
         for module in (torch, torch.random):
             patches.enter_context(mock.patch.object(module, "default_generator", _Named()))
@@ -163,8 +163,21 @@ def _watched() -> Iterator[_Followed]:
 class _Named(torch.Generator):
     """torch's default generator by its name, during a trace: what a graph cannot hold is refused in the user's line."""
 
+    def __init__(self) -> None:
+        self.refused = {name: _refused_here(refuse, getattr(DEFAULT, name)) for name, refuse in REFUSED.items()}
+
     def __getattribute__(self, name: str) -> Any:
-        return REFUSED.get(name) or getattr(DEFAULT, name)
+        return super().__getattribute__("refused").get(name) or getattr(DEFAULT, name)
+
+
+def _refused_here(refuse: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``refuse`` for the thread that calls this, and ``function`` for others, which a trace has no part in."""
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (refuse if threading.get_ident() == thread else function)(*args, **kwargs)
+
+    return call
 
 
 def _set_state(state: torch.Tensor) -> None:
@@ -176,12 +189,17 @@ def _set_state(state: torch.Tensor) -> None:
     DEFAULT.set_state(state)
 
 
+SEEDED = (
+    "the step seeds torch's generator (torch.manual_seed) or sets it to a state from outside of the step, which a "
+    "captured step would do once, while it is traced, and not in every step; seed outside of the step, or use "
+    "roamc.optimize or torch.compile"
+)
+
+BESIDE = "or another thread has drawn from it meanwhile: give that one a generator, or run the first step before it"
+
+
 def _refuse_seed(*_: object, **__: object) -> NoReturn:
-    raise CaptureError(
-        "the step seeds torch's generator (torch.manual_seed) or sets it to a state from outside of the step, which a "
-        "captured step would do once, while it is traced, and not in every step; seed outside of the step, or use "
-        "roamc.optimize or torch.compile"
-    )
+    raise CaptureError(SEEDED)
 
 
 def _refuse_reading(*_: object, **__: object) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -280,3 +281,34 @@ def test_a_generator_bound_before_gives_the_real_seed_of_the_first_call() -> Non
     torch.manual_seed(5)
     step(noise(8, WIDTH))
     assert set(read) == {5}
+
+
+def draw() -> int:
+    return torch.rand(()).ndim
+
+
+@pytest.mark.parametrize("beside", [draw, partial(torch.manual_seed, 7), partial(torch.random.manual_seed, 7)])
+def test_draws_and_seeds_of_another_thread_are_told_from_those_of_the_step(beside: Callable[[], object]) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            results.append(pool.submit(beside).result())  # raises nothing there
+        return square(model, x)
+
+    results: list[object] = []
+    model = nn.Linear(WIDTH, WIDTH)
+    step = roamc.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CaptureError, match="another thread has drawn from it meanwhile: give that one a generator"):
+        step(noise(4, WIDTH))
+    assert len(results) == 1
+
+
+def test_another_thread_may_read_the_seed_while_a_step_is_traced() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            seeds.extend(pool.map(lambda read: read(), (torch.initial_seed, torch.random.initial_seed)))
+        return square(model, x)
+
+    seeds: list[int] = []
+    model = nn.Linear(WIDTH, WIDTH)
+    roamc.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), strict=True)(noise(4, WIDTH))
+    assert seeds == [torch.initial_seed()] * 2
