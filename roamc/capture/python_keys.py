@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import logging
 import re
 import sys
 import threading
@@ -56,7 +57,11 @@ OBJECTS = 1_000
 
 CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 
-NAMED = (*PLAIN, *FUNCTIONS, *CONTAINERS, torch.Tensor, nn.Module)
+WHICH = (nn.Module, logging.Filterer)
+"""Types of which only which object it is counts here: attributes of modules are looked at elsewhere, and what loggers
+and their handlers write is no part of a step."""
+
+NAMED = (*PLAIN, *FUNCTIONS, *CONTAINERS, torch.Tensor, *WHICH)
 """Types of values that are described themselves, not by what functions read of them."""
 
 COMPUTED = ("__getattr__", "__getattribute__", "__getitem__")
@@ -301,7 +306,7 @@ def of_value(value: Any, depth: int, seen: Seen) -> object:
         return Same(value), value.shape, value.dtype, value.device, value.requires_grad
     if isinstance(value, np.ndarray | np.generic):
         return _array(value)
-    if isinstance(value, nn.Module | type | types.ModuleType) or id(value) in seen.around:
+    if isinstance(value, (*WHICH, type, types.ModuleType)) or id(value) in seen.around:
         return Same(value)
     seen.around.add(id(value))
     holds = isinstance(value, (*CONTAINERS, Mapping))
@@ -418,10 +423,10 @@ def _held(items: Sequence[tuple[object, object]], seen: Seen) -> tuple[object, .
 
 
 def _method(owner: Any, function: Any, seen: Seen) -> object:
-    """Describe a method and its object; attributes of a module are looked at elsewhere, those of torch's nowhere."""
+    """Describe a method and its object, unless only which object it is counts, or the method is torch's."""
     if isinstance(owner, type):
         seen.note(owner)
-    elif not isinstance(owner, nn.Module) and not is_torch(getattr(function, "__module__", None)):
+    elif not isinstance(owner, WHICH) and not is_torch(getattr(function, "__module__", None)):
         seen.own(owner)
     return Same(owner), of_called(function, seen)
 

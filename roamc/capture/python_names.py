@@ -10,7 +10,7 @@ import itertools
 import operator
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 CACHED = type(functools.cache(len))
 """Class of what ``functools.lru_cache`` makes of a function."""
@@ -31,6 +31,9 @@ NAMING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_ATT
 
 ABSENT = object()
 """In the place of the value of a variable or attribute that is missing."""
+
+_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+"""Instructions that read a global variable."""
 
 _BUILTINS = dict(vars(builtins))
 """Python's built-in names and their values when roamc was imported."""
@@ -122,7 +125,7 @@ def attributes_in(code: types.CodeType) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _globals_in(code: types.CodeType) -> tuple[str, ...]:
     """Names of the global variables that a function and those inside it read."""
-    return _read_by(code, ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
+    return _read_by(code, _VARIABLES)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -138,7 +141,7 @@ def looked_into(code: types.CodeType) -> frozenset[object]:
 
 
 def _looked_into(code: types.CodeType) -> Iterator[object]:
-    steps = _steps(code)
+    steps = list(dis.get_instructions(code))
     for place, step in enumerate(steps):
         if step.opname in NAMING and not _is_added_to(steps, place + 1):
             yield step.argval
@@ -153,20 +156,28 @@ def _is_added_to(steps: list[dis.Instruction], place: int) -> bool:
     return steps[place].opname in ("LOAD_ATTR", "LOAD_METHOD") and steps[place].argval in ADDING
 
 
-def _steps(code: types.CodeType) -> list[dis.Instruction]:
-    return [step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "PUSH_NULL", "NOP")]
-
-
 def _computes_a_name(code: types.CodeType) -> bool:
     """Whether a function, those inside it left out, calls ``getattr`` with a name that is not written there."""
-    steps = _steps(code)
-    for place, step in enumerate(steps):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "getattr":
-            calls = (i for i in range(place, len(steps)) if steps[i].opname == "CALL" and steps[i].arg in (2, 3))
-            call = next(calls, None)
-            if call is None or not isinstance(steps[call - (steps[call].arg or 2) + 1].argval, str):
-                return True
-    return False
+    steps = list(dis.get_instructions(code))
+    reads = (place for place, step in enumerate(steps) if step.opname in _VARIABLES and step.argval == "getattr")
+    return any(not _is_written(steps[place + 1 :]) for place in reads)
+
+
+def _is_written(steps: Sequence[dis.Instruction]) -> bool:
+    """Whether the second argument of a call is a constant; ``steps`` follow the one that reads what is called.
+
+    ``depth`` counts the values on Python's stack above what is called: the second argument begins with the last step
+    that finds one there, and is that step alone if only one step, of the third argument or the call, finds two.
+    """
+    depth, second, behind = 0, None, 0
+    for step in steps:
+        if depth == 1:
+            second, behind = step, 0
+        behind += depth == 2
+        depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+        if depth < 0:
+            break
+    return second is not None and second.opname == "LOAD_CONST" and behind == 1
 
 
 def _read_by(code: types.CodeType, instructions: tuple[str, ...]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import array
 import copy
 import ctypes
 import functools
+import logging
 import multiprocessing
 import operator
 import sys
@@ -143,6 +144,16 @@ def by_a_computed_name(model: nn.Module, x: Tensor) -> Tensor:
     return square(model, x) * getattr(HIDDEN, "".join(("sc", "ale")))
 
 
+def by_a_name_in_a_variable(model: nn.Module, x: Tensor) -> Tensor:
+    name = "".join(("sc", "ale"))
+    return square(model, x) * getattr(HIDDEN, name)
+
+
+def by_a_name_and_a_default(model: nn.Module, x: Tensor) -> Tensor:
+    name = "".join(("sc", "ale"))
+    return square(model, x) * getattr(HIDDEN, name, MODULE.SCALE)
+
+
 def by_an_import(model: nn.Module, x: Tensor) -> Tensor:
     import constants_of_a_test  # type: ignore[import-not-found]
 
@@ -175,6 +186,8 @@ NAMED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], obj
     "an attrgetter": (by_a_getter, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
     "a methodcaller": (by_a_caller, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
     "a computed name": (by_a_computed_name, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
+    "a name in a variable": (by_a_name_in_a_variable, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
+    "a name and a default": (by_a_name_and_a_default, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
     "an import": (by_an_import, lambda patch: patch.setattr(MODULE, "SCALE", 3.0)),
     "an import of a name": (by_an_import_of_a_name, lambda patch: patch.setattr(MODULE, "SCALE", 3.0)),
     "bytes": (by_memory, lambda patch: MEMORY[0].__setitem__(0, 3)),
@@ -298,3 +311,23 @@ def test_what_the_loss_writes_to_an_object_makes_no_capture_and_hides_nothing_el
     step = changes_between_steps(noting, lambda: setattr(meter, "scale", 3.0))
     assert len(step._steps) == 2
     changes_between_steps(noting, lambda: NESTED["rows"][0].__setitem__(0, 7.0))
+
+
+@pytest.mark.parametrize("name", ["logger", "bound method", "adapter"])
+def test_a_logger_makes_no_capture_for_every_step(name: str) -> None:
+    """A logger leads to all others, some of which are new after a trace; the loss reads each attribute it may."""
+    logger, traced = logging.getLogger(f"{__name__}.{name}"), []
+    warn = {"logger": logger, "bound method": logger.debug, "adapter": logging.LoggerAdapter(logger)}[name]
+    kind = "tanh"
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        traced.append(len(traced))
+        getattr(warn, "debug", warn)("traced")
+        logging.getLogger(f"{__name__}.{name}.{len(traced)}").debug("as torch asks its own")
+        return getattr(torch, kind)(model(x)).square().mean()
+
+    model = nn.Linear(8, 8)
+    step = roamc.train_step(model, loss, sgd(model), strict=True)
+    for _ in range(3):
+        step(X)
+    assert traced == [0]
