@@ -32,6 +32,7 @@ from roamc.capture.python_names import (
     CACHED,
     FUNCTIONS,
     GETTERS,
+    READERS,
     WHOLE,
     attributes_in,
     is_installed,
@@ -399,6 +400,7 @@ def _function(value: Any, seen: Seen) -> object:
         seen.names.update(dict.fromkeys(part for word in words for part in word.split(".")))
         return Same(value)
     if isinstance(value, types.BuiltinFunctionType):
+        seen.names.update(dict.fromkeys(WHOLE if value in READERS else ()))
         owner = value.__self__
         plain = owner is None or isinstance(owner, types.ModuleType | type)
         return Same(value) if plain else (value.__name__, _held([("", owner)], seen))

@@ -20,20 +20,26 @@ GETTERS = (operator.attrgetter, operator.methodcaller)
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, CACHED, *GETTERS)
 
-WHOLE = ("vars", "asdict", "__dict__")
-"""Names by which a function reads all attributes of an object."""
+WHOLE = ("vars", "asdict", "__dict__", "__getattribute__", "attrgetter")
+"""Names by which a function reads all attributes of an object, or any of them."""
+
+READERS = (getattr, vars)
+"""Built-in functions that do so, under whatever name."""
 
 ADDING = ("append", "appendleft", "extend", "extendleft", "insert", "add")
 """Methods that add to a container and read nothing of it."""
-
-NAMING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")
-"""Instructions that name a variable, an attribute or an entry of a dict."""
 
 ABSENT = object()
 """In the place of the value of a variable or attribute that is missing."""
 
 _VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 """Instructions that read a global variable."""
+
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
+"""Instructions that read an attribute."""
+
+_NAMING = (*_VARIABLES, *_ATTRIBUTES, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_CONST")
+"""Instructions that name a variable, an attribute or an entry of a dict."""
 
 _BUILTINS = dict(vars(builtins))
 """Python's built-in names and their values when roamc was imported."""
@@ -115,7 +121,7 @@ def attributes_in(code: types.CodeType) -> tuple[str, ...]:
     Strings are there for ``getattr``. A name in :data:`WHOLE` that they read as a variable counts as well, and a
     ``getattr`` with a computed name as ``__dict__``.
     """
-    read = _read_by(code, ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"))
+    read = _read_by(code, _ATTRIBUTES)
     strings = (word for part in _codes(code) for word in _words(part.co_consts))
     computed = any(map(_computes_a_name, _codes(code)))
     whole = ["__dict__"] if computed else [name for name in _globals_in(code) if name in WHOLE]
@@ -143,7 +149,7 @@ def looked_into(code: types.CodeType) -> frozenset[object]:
 def _looked_into(code: types.CodeType) -> Iterator[object]:
     steps = list(dis.get_instructions(code))
     for place, step in enumerate(steps):
-        if step.opname in NAMING and not _is_added_to(steps, place + 1):
+        if step.opname in _NAMING and not _is_added_to(steps, place + 1):
             yield step.argval
 
 
@@ -153,13 +159,14 @@ def _is_added_to(steps: list[dis.Instruction], place: int) -> bool:
         steps[place].opname == "LOAD_CONST" and steps[place + 1].opname == "BINARY_SUBSCR"
     ):
         place += 1
-    return steps[place].opname in ("LOAD_ATTR", "LOAD_METHOD") and steps[place].argval in ADDING
+    return steps[place].opname in _ATTRIBUTES and steps[place].argval in ADDING
 
 
 def _computes_a_name(code: types.CodeType) -> bool:
     """Whether a function, those inside it left out, calls ``getattr`` with a name that is not written there."""
     steps = list(dis.get_instructions(code))
-    reads = (place for place, step in enumerate(steps) if step.opname in _VARIABLES and step.argval == "getattr")
+    names = (*_VARIABLES, *_ATTRIBUTES)
+    reads = (place for place, step in enumerate(steps) if step.opname in names and step.argval == "getattr")
     return any(not _is_written(steps[place + 1 :]) for place in reads)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import builtins
 import copy
 import ctypes
 import functools
@@ -144,14 +145,22 @@ def by_a_computed_name(model: nn.Module, x: Tensor) -> Tensor:
     return square(model, x) * getattr(HIDDEN, "".join(("sc", "ale")))
 
 
-def by_a_name_in_a_variable(model: nn.Module, x: Tensor) -> Tensor:
-    name = "".join(("sc", "ale"))
-    return square(model, x) * getattr(HIDDEN, name)
+read, of_hidden = getattr, functools.partial(getattr, HIDDEN)
+BY_NAME: dict[str, Callable[[str], float]] = {
+    "a variable": lambda name: getattr(HIDDEN, name),
+    "a variable and a default": lambda name: getattr(HIDDEN, name, MODULE.SCALE),
+    "another name of getattr": lambda name: read(HIDDEN, name),
+    "getattr as an attribute": lambda name: builtins.getattr(HIDDEN, name),
+    "getattr in a partial": lambda name: of_hidden(name),
+    "getattr handed on": lambda name: next(map(functools.partial(getattr, HIDDEN), [name])),
+    "an attrgetter made now": lambda name: operator.attrgetter(name)(HIDDEN),
+    "what getattr calls": lambda name: HIDDEN.__getattribute__(name),
+}
 
 
-def by_a_name_and_a_default(model: nn.Module, x: Tensor) -> Tensor:
-    name = "".join(("sc", "ale"))
-    return square(model, x) * getattr(HIDDEN, name, MODULE.SCALE)
+def by_name(way: str) -> Callable[..., Tensor]:
+    value_of = BY_NAME[way]
+    return lambda model, x: square(model, x) * value_of("".join(("sc", "ale")))
 
 
 def by_an_import(model: nn.Module, x: Tensor) -> Tensor:
@@ -186,8 +195,6 @@ NAMED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], obj
     "an attrgetter": (by_a_getter, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
     "a methodcaller": (by_a_caller, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
     "a computed name": (by_a_computed_name, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
-    "a name in a variable": (by_a_name_in_a_variable, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
-    "a name and a default": (by_a_name_and_a_default, lambda patch: patch.setattr(HIDDEN, "scale", 3.0)),
     "an import": (by_an_import, lambda patch: patch.setattr(MODULE, "SCALE", 3.0)),
     "an import of a name": (by_an_import_of_a_name, lambda patch: patch.setattr(MODULE, "SCALE", 3.0)),
     "bytes": (by_memory, lambda patch: MEMORY[0].__setitem__(0, 3)),
@@ -196,6 +203,9 @@ NAMED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], obj
     "a number of several processes": (by_memory, lambda patch: patch.setattr(MEMORY[3], "value", 3.0)),
     "a method": (by_slotted, lambda patch: patch.setattr(Slotted, "factor", lambda self: 5.0)),
 }
+
+
+NAMED |= {way: (by_name(way), lambda patch: patch.setattr(HIDDEN, "scale", 3.0)) for way in BY_NAME}
 
 
 class Reading(nn.Module):
