@@ -7,6 +7,8 @@ backward it differs from the graph in four ways, which the metadata of a trace t
     a sum of gradients    a value of the graph; eager adds to the first where nobody else holds that
     an expression         of C++; its temporaries live to its end
     no gradient           where a model returns its loss, its other outputs get none, and nothing is computed of it
+
+In the update, the variables of torch.optim's loop over parameters hold what they name until they name the next one's.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,12 +51,18 @@ A longer one is taken for a function, whose temporaries have names and end one b
 FULL_SIZE = (aten.mse_loss.default, aten.smooth_l1_loss.default)
 """Losses that eager on a CPU reduces where it has computed the elements: the result keeps the memory of all."""
 
+NAMED = (aten.add.Tensor, aten.neg.default, aten.div_.Tensor)
+"""Operators whose results torch.optim's loop over parameters keeps in a variable: the gradient with weight decay, the
+negated one, Adam's denominator."""
+
 
 def of_eager(memory: MemoryModel) -> MemoryModel:
-    """Return ``memory`` with the sizes of eager's storages on a CPU.
+    """Return ``memory`` with eager's storages, in their sizes on a CPU.
 
     A dropout keeps its mask in the input's dtype, and losses of :data:`FULL_SIZE` the memory of all their elements.
+    Adam's update divides a root, which the graph writes over, into new memory.
     """
+    memory = _divided_apart(memory)
     larger = {}
     for operator in memory.operators:
         nbytes = _eager_bytes(operator.node)
@@ -62,6 +71,23 @@ def of_eager(memory: MemoryModel) -> MemoryModel:
             if last.device == "cpu" and nbytes > last.nbytes:
                 larger[last.index] = replace(last, nbytes=nbytes)
     return replace(memory, storages=tuple(larger.get(s.index, s) for s in memory.storages)) if larger else memory
+
+
+def _divided_apart(memory: MemoryModel) -> MemoryModel:
+    """Return ``memory`` with a storage for each quotient of the update, read in place of the one it is written over."""
+    storages, operators = [*memory.storages], list[Operator]()
+    quotient: dict[int, int] = {}  # of a root
+    for step, operator in enumerate(memory.operators):
+        divides = operator.phase is Phase.UPDATE and operator.node.target is aten.div_.Tensor
+        reads, writes = (tuple(quotient.get(i, i) for i in each) for each in (operator.reads, operator.writes))
+        if divides:
+            (root,), index = writes, len(storages)
+            storages.append(replace(storages[root], index=index, name=operator.node.name, producer=step))
+            quotient[root] = index
+            operators.append(replace(operator, births=(index,), writes=()))
+        else:
+            operators.append(replace(operator, reads=reads, writes=writes))
+    return replace(memory, storages=tuple(storages), operators=tuple(operators)) if quotient else memory
 
 
 def _eager_bytes(node: fx.Node) -> Bytes:
@@ -114,6 +140,7 @@ def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int6
     row = {storage.index: at for at, storage in enumerate(memory.counted)}
     missing = not_made(memory)
     _keep_to_end_of_node(memory, row, dead)
+    _keep_in_variables(memory, row, dead)
     _write_in_place(memory, row, born, dead, missing)
     for index in missing:
         dead[row[index]] = born[row[index]]
@@ -160,6 +187,26 @@ def _keep_to_end_of_node(memory: MemoryModel, row: Mapping[int, int], dead: Int6
             part = _part_of(memory, operator.node.args[position])
             if part is not None and part[0].index in row:
                 dead[row[part[0].index]] = max(dead[row[part[0].index]], end)
+
+
+def _keep_in_variables(memory: MemoryModel, row: Mapping[int, int], dead: Int64s) -> None:
+    """Let results of :data:`NAMED` in the update live until the same operator has run for the next parameter.
+
+    The variable of a sum names the bare gradient before the next sum. A result that makes another one, such as the
+    negated gradient of which a sum is made, loses its variable to that.
+    """
+    updates = [(step, each) for step, each in enumerate(memory.operators) if each.phase is Phase.UPDATE]
+    ends: dict[Any, Step] = dict.fromkeys(NAMED, len(memory.operators))
+    makes_another: dict[int, bool] = {}  # of a storage: whether its last reader does
+    for step, operator in reversed(updates):
+        target = operator.node.target
+        for index in operator.births if target in ends else ():
+            if index in row and memory.storages[index].place is Place.TEMPORARY and not makes_another.get(index):
+                dead[row[index]] = max(dead[row[index]], ends[target])
+        if target in ends:
+            ends[target] = step if target is aten.add.Tensor else step + 1
+        for index in operator.reads:
+            makes_another.setdefault(index, bool(operator.births))
 
 
 def _keep_to_end_of_expression(
