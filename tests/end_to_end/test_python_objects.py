@@ -115,7 +115,7 @@ def handed(config: Any) -> float:
 
 
 def by_config(model: nn.Module, x: Tensor) -> Tensor:
-    CONFIG.log.append(len(CONFIG.log))
+    CONFIG.log.append(0)
     return square(model, x) * handed(CONFIG) * getattr(CONFIG, "scale") * MODULE.SCALE  # noqa: B009
 
 
