@@ -37,6 +37,10 @@ from roamc.planning.planned import Planned, check_budget
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
 from roamc.units import Bytes, Seconds
 
+FEW_RERUNS = 0.01
+"""Share of a step's time up to which reruns hardly help in the order with the lowest peak of what is kept: there, what
+could run again may stand beside the largest results in any case. Program order is then tried as well."""
+
 log = logging.getLogger(__name__)
 
 
@@ -144,7 +148,7 @@ class PlanSearch:
         self.plans, self._many = list[Plan](), many
         self._ordered: dict[tuple[bool, str], State] = {}
         self._firsts: dict[Terms, Planned] = {}
-        self._choices: dict[str, retain.Choice] = {}
+        self._choices: dict[tuple[str, bool], retain.Choice] = {}
         self._minimum: dict[str, Planned] = {}
         self._gathers: dict[str, tuple[tuple[str, str], ...]] = {}
 
@@ -237,6 +241,8 @@ class PlanSearch:
             candidates = [self.lowest(terms)]
             if candidates[0].plan.needed_bytes > self._least(terms):
                 candidates.append(self._first(terms))
+            if candidates[0].plan.adds_at_most(FEW_RERUNS):
+                candidates.append(self._lowest(self._choice(allowed, in_program_order=True), terms))
             self._choice(allowed).forget()
             attempt, plans = functools.partial(self._attempt, terms), [_made_already(planned) for planned in candidates]
             self._minimum[allowed] = budget_search.lower(plans, attempt, self._maker.effort).planned
@@ -249,12 +255,17 @@ class PlanSearch:
         def first() -> _Attempt:
             return _made_already(self._first(terms))
 
-        attempt = functools.partial(self._attempt, terms)
-        return budget_search.search(first, self._least(terms), attempt, limit, self._maker.effort)
+        attempt, effort = functools.partial(self._attempt, terms), self._maker.effort
+        plans = budget_search.search(first, self._least(terms), attempt, limit, effort)
+        if all(tried.needed_bytes > limit and tried.planned.plan.adds_at_most(FEW_RERUNS) for tried in plans):
+            self._choice(terms.allowed, in_program_order=True).forget()
+            attempt = functools.partial(self._attempt, terms, in_program_order=True)
+            plans += budget_search.search(first, LARGEST, attempt, limit, effort)
+        return plans
 
-    def _attempt(self, terms: Terms, target: Bytes) -> _Attempt:
+    def _attempt(self, terms: Terms, target: Bytes, *, in_program_order: bool = False) -> _Attempt:
         """Ask ``retain`` for ``target`` live bytes; the passes behind it run when the plan is read."""
-        decision = self._choice(terms.allowed).decide(target)
+        decision = self._choice(terms.allowed, in_program_order=in_program_order).decide(target)
         return _Attempt(
             decision.peak_bytes,
             decision.peak_bytes > target,
@@ -289,8 +300,11 @@ class PlanSearch:
             together: begin the choice with what was found for other targets. The plan then depends on those before.
         """
         terms = terms or Terms(0, self.terms.allowed)
+        return self._lowest(self._choice(terms.allowed), terms, together=together)
+
+    def _lowest(self, choice: retain.Choice, terms: Terms, *, together: bool = False) -> Planned:
         plans = list[Planned]()
-        for decision in self._choice(terms.allowed).lowest(together=together):
+        for decision in choice.lowest(together=together):
             close = (decision.peak_bytes + cost.objects(decision.peak_bytes)) * (1 + self._maker.effort.padding_share)
             if not plans or plans[0].plan.needed_bytes > close:  # else this one can hardly need less
                 plans.append(self._made(decision, terms))
@@ -325,13 +339,17 @@ class PlanSearch:
         """The choice of pass retain: what can be dropped and run again, or encoded, under the terms of the options."""
         return self._choice(self.terms.allowed)
 
-    def _choice(self, allowed: str) -> retain.Choice:
-        """Return the choice of pass retain for what may run again; made once."""
-        if allowed not in self._choices:
+    def _choice(self, allowed: str, *, in_program_order: bool = False) -> retain.Choice:
+        """Return the choice of pass retain for what may run again, in the order of :meth:`_in_order`; made once."""
+        key = allowed, in_program_order
+        if key not in self._choices:
             graph, ordered = self._start.graph, self._in_order(Terms(0, allowed)).decisions.get(reorder.NAME)
-            order = ordered.order if ordered else tuple(op.node.name for op in build_memory(graph).operators)
-            self._choices[allowed] = retain.Choice(graph, self.options, order, self._profile, self._prices, allowed)
-        return self._choices[allowed]
+            if ordered and not in_program_order:
+                order = ordered.order
+            else:
+                order = tuple(op.node.name for op in build_memory(graph).operators)
+            self._choices[key] = retain.Choice(graph, self.options, order, self._profile, self._prices, allowed)
+        return self._choices[key]
 
     def _least(self, terms: Terms) -> Bytes:
         """Return a lower bound of the live bytes for any order in which nothing runs again; 0 without reorder."""

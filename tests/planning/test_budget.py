@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from roamc import budget
 from roamc.errors import BudgetError, OptionError, PlanError
@@ -439,6 +439,31 @@ def test_lowest_budget_is_no_more_than_eager_takes_where_most_of_it_is_workspace
     plan = search.run(graph, Options(memory_budget="min")).plan
     # The order with the lowest peak of tensors makes the halves first, and has them beside that workspace.
     assert plan.needed_bytes <= plan.baseline_needed_bytes
+
+
+class Products(nn.Module):
+    """The order with the lowest peak has the widest product last in backward, where no rerun makes room for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, width, bias=False) for width in (768, 1280, 2816, 4352, 3584))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x).cos().sum() for layer in self.layers]).sum()
+
+
+def products_of_many_widths() -> TrainGraph:
+    return joint_graph(Products(), [torch.randn(256, 256, requires_grad=True)])
+
+
+def test_reruns_are_looked_for_in_program_order_where_none_helps_in_another() -> None:
+    without = search.run(products_of_many_widths(), Options()).plan
+    lowest = search.run(products_of_many_widths(), Options(memory_budget="min")).plan
+    assert lowest.needed_bytes < 0.8 * without.needed_bytes
+    limit = (without.needed_bytes + lowest.needed_bytes) // 2
+    between = search.run(products_of_many_widths(), Options(memory_budget=limit)).plan
+    assert between.needed_bytes <= limit
+    assert 0 < between.added_seconds < lowest.added_seconds
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
