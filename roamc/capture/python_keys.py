@@ -13,7 +13,6 @@ import contextvars
 import functools
 import itertools
 import logging
-import re
 import sys
 import threading
 import types
@@ -109,7 +108,7 @@ class Seen:
         around: identities of the containers and objects that are being described: one may hold itself.
         left: elements that may still be looked into, see ``MANY``.
         names: attributes that the functions read, of whatever object, in the order in which they came.
-        looked: names of what the functions use for more than to add to it.
+        looked: what the functions use for more than to add to it, as :func:`looked_into` returns it.
         objects: objects, classes and Python modules that the functions name, by identity.
         owners: identities of the objects that are called, or whose methods are.
         holders: numbers for what has no identity that counts, such as a functools.partial.
@@ -122,7 +121,7 @@ class Seen:
         self.around: set[int] = set()
         self.left = MANY
         self.names: dict[str, None] = {}
-        self.looked: set[object] = set()
+        self.looked: set[tuple[bool, object]] = set()
         self.objects: dict[int, object] = {}
         self.owners: set[int] = set()
         self.holders = itertools.count()
@@ -161,13 +160,16 @@ def changed(before: Mapping[Place, object], after: Mapping[Place, object]) -> fr
     return frozenset(
         place
         for place, old, new in pairs
-        if old != new and not is_counted(old, new) and not (_name(place) in looked and is_longer(old, new))
+        if old != new and not is_counted(old, new) and not (_named(place) in looked and is_longer(old, new))
     )
 
 
-def _name(place: Place) -> object:
-    """The last name of a place, as code has it."""
-    return re.split("[ .]", place[-1])[-1] if isinstance(place[-1], str) and len(place) == 2 else place[-1]
+def _named(place: Place) -> tuple[bool, object]:
+    """Whether a place is a variable, and its name, as :func:`looked_into` has them."""
+    if len(place) != 2 or not isinstance(place[1], str):
+        return False, place[-1]
+    _, attribute, name = place[1].rpartition(".")
+    return not attribute, name.rpartition(" ")[2]
 
 
 def is_longer(before: object, after: object) -> bool:

@@ -35,11 +35,11 @@ ABSENT = object()
 _VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 """Instructions that read a global variable."""
 
+_OUTER = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+"""Instructions that read a variable of a function around the one that has them."""
+
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 """Instructions that read an attribute."""
-
-_NAMING = (*_VARIABLES, *_ATTRIBUTES, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_CONST")
-"""Instructions that name a variable, an attribute or an entry of a dict."""
 
 _BUILTINS = dict(vars(builtins))
 """Python's built-in names and their values when roamc was imported."""
@@ -141,16 +141,21 @@ def _imports_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def looked_into(code: types.CodeType) -> frozenset[object]:
-    """Return the names of all that a function and those inside it use for more than to add to it, as a log is used."""
-    return frozenset(name for part in _codes(code) for name in _looked_into(part))
+def looked_into(code: types.CodeType) -> frozenset[tuple[bool, object]]:
+    """Return what a function and those inside it use for more than to add to it, as a log is used.
+
+    Returns:
+        Pairs of whether it is a variable, not an attribute or an entry of a dict, and its name.
+    """
+    return frozenset(pair for part in _codes(code) for pair in _looked_into(part))
 
 
-def _looked_into(code: types.CodeType) -> Iterator[object]:
+def _looked_into(code: types.CodeType) -> Iterator[tuple[bool, object]]:
     steps = list(dis.get_instructions(code))
     for place, step in enumerate(steps):
-        if step.opname in _NAMING and not _is_added_to(steps, place + 1):
-            yield step.argval
+        variable = step.opname in (*_VARIABLES, *_OUTER)
+        if (variable or step.opname in (*_ATTRIBUTES, "LOAD_CONST")) and not _is_added_to(steps, place + 1):
+            yield variable, step.argval
 
 
 def _is_added_to(steps: list[dis.Instruction], place: int) -> bool:

@@ -166,7 +166,7 @@ class Reads:
         if owner is None or (id(owner) in self._described and type(owner.__dict__[name]) in (*PLAIN, *FUNCTIONS)):
             return
         self._note(owner, name)
-        if name in looked_into(code):
+        if (False, name) in looked_into(code):
             self._looked.add((id(owner), name))
 
     def _note(self, owner: nn.Module | type, name: str) -> None:
