@@ -38,8 +38,8 @@ from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
 from roamc.units import Bytes, Seconds
 
 FEW_RERUNS = 0.01
-"""Share of a step's time up to which reruns hardly help in the order with the lowest peak of what is kept: there, what
-could run again may stand beside the largest results in any case. Program order is then tried as well."""
+"""Share of a step's time up to which reruns are few. In the order with the lowest peak without any, what could run
+again may stand beside the largest results in any case; program order is then tried as well."""
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class PlanSearch:
             candidates = [self.lowest(terms)]
             if candidates[0].plan.needed_bytes > self._least(terms):
                 candidates.append(self._first(terms))
-            if candidates[0].plan.adds_at_most(FEW_RERUNS):
+            if self._hardly_helps(candidates[0].plan):
                 candidates.append(self._lowest(self._choice(allowed, in_program_order=True), terms))
             self._choice(allowed).forget()
             attempt, plans = functools.partial(self._attempt, terms), [_made_already(planned) for planned in candidates]
@@ -257,11 +257,15 @@ class PlanSearch:
 
         attempt, effort = functools.partial(self._attempt, terms), self._maker.effort
         plans = budget_search.search(first, self._least(terms), attempt, limit, effort)
-        if all(tried.needed_bytes > limit and tried.planned.plan.adds_at_most(FEW_RERUNS) for tried in plans):
+        if all(tried.needed_bytes > limit and self._hardly_helps(tried.planned.plan) for tried in plans):
             self._choice(terms.allowed, in_program_order=True).forget()
             attempt = functools.partial(self._attempt, terms, in_program_order=True)
             plans += budget_search.search(first, LARGEST, attempt, limit, effort)
         return plans
+
+    def _hardly_helps(self, plan: Plan) -> bool:
+        """Whether little runs again in a plan in the order of :meth:`_in_order`, and another order may be tried."""
+        return plan.adds_at_most(FEW_RERUNS) and other_orders.may_look_again(self.options)
 
     def _attempt(self, terms: Terms, target: Bytes, *, in_program_order: bool = False) -> _Attempt:
         """Ask ``retain`` for ``target`` live bytes; the passes behind it run when the plan is read."""
@@ -340,7 +344,7 @@ class PlanSearch:
         return self._choice(self.terms.allowed)
 
     def _choice(self, allowed: str, *, in_program_order: bool = False) -> retain.Choice:
-        """Return the choice of pass retain for what may run again, in the order of :meth:`_in_order`; made once."""
+        """Return the choice of pass retain for what may run again, by default in the order of :meth:`_in_order`."""
         key = allowed, in_program_order
         if key not in self._choices:
             graph, ordered = self._start.graph, self._in_order(Terms(0, allowed)).decisions.get(reorder.NAME)
