@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -192,11 +193,14 @@ def reference(name: str, route: str, threads: int) -> Run:
 
 
 @functools.lru_cache(maxsize=6)
-def moved_by(name: str, threads: int) -> list[float]:
-    """How far each of eager's results for a row moves with the last bits of its parameters: the most of two draws."""
+def moved_by(name: str, threads: int) -> dict[str, float]:
+    """How far each of eager's results for a row moves with the last bits of its parameters: the most of two draws.
+
+    By place; torch's own way in may have more, such as the states of parameters whose gradient is none in eager.
+    """
     wanted, stranger = reference(name, "train_step", threads).results, stranger_of(name)
-    draws = [run(with_other_last_bits(stranger, seed), "eager").results for seed in range(2)]
-    return [max(pair) for pair in zip(*(_distances(draw, wanted) for draw in draws), strict=True)]
+    draws = [_distances(run(with_other_last_bits(stranger, seed), "eager").results, wanted) for seed in range(2)]
+    return {path: max(draw[path] for draw in draws) for path in draws[0]}
 
 
 def with_other_last_bits(stranger: Stranger, seed: int) -> Stranger:
@@ -304,34 +308,37 @@ def compared(ours: Run, theirs: Run, around: list[tuple[int, int]], compare: Com
     return Verdict("same", text)
 
 
-def far(actual: Any, wanted: Any, moves: Sequence[float]) -> list[str]:
+def far(actual: Any, wanted: Any, moves: Mapping[str, float]) -> list[str]:
     """Places where two nests of tensors are farther from one another than ``NEAR``, and than ``moves`` of the place."""
-    places = []
-    distances = _distances(actual, wanted)
-    for (path, theirs), distance, move in zip(_places(wanted), distances, moves, strict=True):
-        length = _length(theirs)
-        if not distance <= max(NEAR * length, MOVES * move):
-            places.append(f"{pytree.keystr(path)}: {distance:.1e} away from a length of {length:.1e}")
+    places, distances = [], _distances(actual, wanted)
+    for path, theirs in _places(wanted).items():
+        length, distance = _length(theirs), distances[path]
+        if not distance <= max(NEAR * length, MOVES * moves.get(path, 0)):
+            places.append(f"{path}: {distance:.1e} away from a length of {length:.1e}")
     return places
 
 
-def farther(actual: Any, wanted: Any, other: Any, moves: Sequence[float]) -> list[str]:
+def farther(actual: Any, wanted: Any, other: Any, moves: Mapping[str, float]) -> list[str]:
     """Places where ``actual`` is farther from ``wanted`` than ``other``, torch's own way in, or than roundings are."""
-    places = []
-    distances = zip(_distances(actual, wanted), _distances(other, wanted), moves, strict=True)
-    for (path, value), (ours, its, move) in zip(_places(wanted), distances, strict=True):
+    places, distances, others = [], _distances(actual, wanted), _distances(other, wanted)
+    for path, value in _places(wanted).items():
+        ours, its, move = distances[path], others[path], moves[path]
         if ours > min(its, max(ROUNDINGS * _length(value), MOVES * move)):
-            places.append(f"{pytree.keystr(path)}: {ours:.1e} away, torch {its:.1e}; last bits move it by {move:.1e}")
+            places.append(f"{path}: {ours:.1e} away, torch {its:.1e}; last bits move it by {move:.1e}")
     return places
 
 
-def _places(nest: Any) -> list[tuple[Any, Tensor]]:
-    return pytree.tree_flatten_with_path(nest)[0]
+def _places(nest: Any) -> dict[str, Tensor]:
+    return {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(nest)[0]}
 
 
-def _distances(actual: Any, wanted: Any) -> list[float]:
-    pairs = zip(_places(actual), _places(wanted), strict=True)
-    return [_distance(ours.double(), theirs.double()) for (_, ours), (_, theirs) in pairs]
+def _distances(actual: Any, wanted: Any) -> dict[str, float]:
+    """Of each place of ``wanted``; infinite where ``actual`` has no such place."""
+    ours = _places(actual)
+    return {
+        path: _distance(ours[path].double(), theirs.double()) if path in ours else math.inf
+        for path, theirs in _places(wanted).items()
+    }
 
 
 def _length(values: Tensor) -> float:

@@ -56,13 +56,14 @@ def test_other_bits_and_more_memory_are_found() -> None:
 
 def test_what_is_no_number_is_near_only_to_what_is_none() -> None:
     wanted = {"loss": torch.tensor([1.0, torch.nan, torch.inf])}
-    assert not strangers_compare.far({"loss": wanted["loss"] * 1.0001}, wanted, [0.0])
-    assert strangers_compare.far({"loss": torch.tensor([1.0, 2.0, torch.inf])}, wanted, [0.0])
-    assert strangers_compare.far({"loss": torch.tensor([1.0, torch.nan, -torch.inf])}, wanted, [0.0])
+    assert not strangers_compare.far({"loss": wanted["loss"] * 1.0001}, wanted, {})
+    assert strangers_compare.far({"loss": torch.tensor([1.0, 2.0, torch.inf])}, wanted, {})
+    assert strangers_compare.far({"loss": torch.tensor([1.0, torch.nan, -torch.inf])}, wanted, {})
+    assert strangers_compare.far({}, wanted, {})
 
 
 def test_bits_between_eager_and_torch_are_no_farther_than_either_or_a_rounding() -> None:
     eager, by_torch = {"bias": torch.tensor([1.0])}, {"bias": torch.tensor([1.001])}
-    assert not strangers_compare.farther({"bias": torch.tensor([1.000001])}, eager, by_torch, [0.0])
-    assert strangers_compare.farther({"bias": torch.tensor([1.0005])}, eager, by_torch, [0.0])
-    assert strangers_compare.farther({"bias": torch.tensor([1.000001])}, eager, eager, [0.0])
+    assert not strangers_compare.farther({"bias": torch.tensor([1.000001])}, eager, by_torch, {"['bias']": 0.0})
+    assert strangers_compare.farther({"bias": torch.tensor([1.0005])}, eager, by_torch, {"['bias']": 0.0})
+    assert strangers_compare.farther({"bias": torch.tensor([1.000001])}, eager, eager, {"['bias']": 0.0})
