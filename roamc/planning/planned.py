@@ -124,15 +124,17 @@ def check_budget(planned: Planned, limit: Bytes | None) -> None:
     how = "with as much recomputation as helps" if plan.step_seconds else "without recomputation"
     raise BudgetError(
         f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
-        f"memory_budget={format_bytes(limit)}, {how}; largest storages at that step: "
-        f"{'; '.join((_largest(planned.graph), *assumed(planned.graph)))}. {RAISE}",
+        f"memory_budget={format_bytes(limit)}, {how}; {'; '.join((_largest(planned.graph), *assumed(planned.graph)))}. "
+        f"{RAISE}",
         plan,
     )
 
 
 def _largest(graph: TrainGraph, count: int = 3) -> str:
-    """Name the largest storages, and the workspace, at the step that needs most, for a message; at most ``count``."""
+    """Say which are the largest storages, or the workspace, at the step that needs most; at most ``count``."""
     memory = build_memory(graph)
+    if not memory.operators:
+        return "objects of views are all that it makes"
     born, dead = lifetimes(memory)
     own = workspaces(memory.operators, graph.threads)
     step = int((timeline(sizes(memory.counted), born, dead, len(memory.operators)) + own).argmax())
@@ -141,7 +143,7 @@ def _largest(graph: TrainGraph, count: int = 3) -> str:
     parts = [(_name(storage, tangents), storage.nbytes) for storage in alive]
     parts.append((f"workspace of {memory.operators[step].node.name}", int(own[step])))
     parts.sort(key=lambda part: -part[1])
-    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts[:count])
+    return "largest storages at that step: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in parts[:count])
 
 
 def _name(storage: Storage, tangents: Mapping[str, str]) -> str:

@@ -466,6 +466,11 @@ def test_reruns_are_looked_for_in_program_order_where_none_helps_in_another() ->
     assert 0 < between.added_seconds < lowest.added_seconds
 
 
+def test_budget_below_a_graph_of_views_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"above memory_budget=1 B, .*; objects of views are all that it makes\. Raise"):
+        search.run(traced(lambda x: x.view(2, 2), torch.ones(4)), Options(memory_budget=1))
+
+
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_lowest_peak_is_no_higher_than_that_of_a_search_for_none_and_has_a_bound(route: str) -> None:
     choice = search.PlanSearch(model_graph("nanogpt-dropout", route)[0], Options(memory_budget="min")).choice
