@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.sweeps.strangers import (
     DOUBLE,
+    IN_EAGER,
     MakeOptimizer,
     Stranger,
     adamw,
@@ -165,5 +166,5 @@ LOOPS: dict[str, Stranger] = {
     "byol": Stranger(BYOL, lambda: (torch.randn(64, 32),), byol, sgd, after=average),
     "accum": Stranger(lambda: mlp(32, 64, 64, 10), micro_batches, accumulated, adamw, after=cosine, clip=1.0),
     "changes": Stranger(Averaged, labelled(64, 32), classes, sgd, after=changes),
-    "cells": Stranger(Cells, lambda: (torch.randint(0, 53, (3, 5)),), next_number),
+    "cells": Stranger(Cells, lambda: (torch.randint(0, 53, (3, 5)),), next_number, limits={"compile": IN_EAGER}),
 }
