@@ -250,17 +250,18 @@ class PlanSearch:
 
     def _search(self, terms: Terms, limit: Bytes) -> list[_Attempt]:
         """Return the plans made in search of one within ``limit`` bytes, which is not 0."""
-        self._choice(terms.allowed).forget()
 
         def first() -> _Attempt:
             return _made_already(self._first(terms))
 
-        attempt, effort = functools.partial(self._attempt, terms), self._maker.effort
-        plans = budget_search.search(first, self._least(terms), attempt, limit, effort)
+        def search(*, in_program_order: bool) -> list[_Attempt]:
+            self._choice(terms.allowed, in_program_order=in_program_order).forget()
+            attempt = functools.partial(self._attempt, terms, in_program_order=in_program_order)
+            return budget_search.search(first, self._least(terms), attempt, limit, self._maker.effort)
+
+        plans = search(in_program_order=False)
         if all(tried.needed_bytes > limit and self._hardly_helps(tried.planned.plan) for tried in plans):
-            self._choice(terms.allowed, in_program_order=True).forget()
-            attempt = functools.partial(self._attempt, terms, in_program_order=True)
-            plans += budget_search.search(first, LARGEST, attempt, limit, effort)
+            plans += search(in_program_order=True)
         return plans
 
     def _hardly_helps(self, plan: Plan) -> bool:
