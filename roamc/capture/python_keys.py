@@ -158,9 +158,7 @@ def changed(before: Mapping[Place, object], after: Mapping[Place, object]) -> fr
     looked: Any = after.get(LOOKED, frozenset())
     pairs = ((place, before.get(place), after.get(place)) for place in {**before, **after})
     return frozenset(
-        place
-        for place, old, new in pairs
-        if old != new and not is_counted(old, new) and not (_named(place) in looked and is_longer(old, new))
+        place for place, old, new in pairs if old != new and not is_read_anew(old, new, _named(place) in looked)
     )
 
 
@@ -172,7 +170,18 @@ def _named(place: Place) -> tuple[bool, object]:
     return not attribute, name.rpartition(" ")[2]
 
 
-def is_longer(before: object, after: object) -> bool:
+def is_read_anew(before: object, after: object, looked: bool) -> bool:
+    """Return whether the next step reads another value of what a trace has changed.
+
+    Args:
+        before: its key before the trace; None is the key of nothing.
+        after: its key after the trace.
+        looked: whether code does more with it than to add to it.
+    """
+    return _is_counted(before, after) or (looked and _is_longer(before, after))
+
+
+def _is_longer(before: object, after: object) -> bool:
     """Return whether a trace has made a container, described by two keys, or made it longer by what are no tensors.
 
     None is the key of nothing.
@@ -182,7 +191,7 @@ def is_longer(before: object, after: object) -> bool:
     old = before or (after[0], ())
     if after[0] is old[0] and after[0] in CONTAINERS and len(after[1]) > len(old[1]):
         return not _has_traced(after)
-    return len(old) == len(after) and any(map(is_longer, old, after))
+    return len(old) == len(after) and any(map(_is_longer, old, after))
 
 
 def _has_traced(described: object) -> bool:
@@ -190,14 +199,14 @@ def _has_traced(described: object) -> bool:
     return described == TRACED or any(map(_has_traced, inside))
 
 
-def is_counted(before: object, after: object) -> bool:
+def _is_counted(before: object, after: object) -> bool:
     """Return whether two keys differ in values that are there behind the trace, too; None is the key of nothing.
 
     They do not if a container has grown or shrunk, or if there is a tensor now that the trace has made.
     """
     if not isinstance(before, tuple) or not isinstance(after, tuple):
         return after != TRACED and (before is not None or _is_plain(after))
-    return len(before) == len(after) and all(map(is_counted, before, after))
+    return len(before) == len(after) and all(map(_is_counted, before, after))
 
 
 def _is_plain(described: object) -> bool:

@@ -32,8 +32,7 @@ from roamc.capture.python_keys import (
     PLAIN,
     Seen,
     implied_by,
-    is_counted,
-    is_longer,
+    is_read_anew,
     of_called,
     of_content,
     of_identity,
@@ -196,8 +195,7 @@ class Reads:
         One such value is a list to which forward only appends; none is a dict in which it counts up a number.
         """
         for key, (slot, before) in self._slots.items():
-            counted = is_counted(before, slot.now()) or (key in self._looked and is_longer(before, slot.now()))
-            if key not in self._written and not counted:
+            if key not in self._written and not is_read_anew(before, slot.now(), key in self._looked):
                 by_identity = Slot(slot.owner, slot.name, inside=False)
                 self._slots[key] = by_identity, by_identity.now()
 
