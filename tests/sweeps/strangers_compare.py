@@ -271,7 +271,8 @@ def judge(name: str, route: str, budget: str | None, seconds: int = 300, threads
                 at, eager = "eager", reference(name, "train_step", threads)
                 verdict = compared(ours, eager, more, compare)
                 if verdict.outcome == "differs" and not fast:
-                    between = functools.partial(farther, other=theirs.results, moves=moved_by(name, threads))
+                    moves = moved_by(name, threads)
+                    between = functools.partial(far, moves=moves, near=ROUNDINGS, other=theirs.results)
                     verdict = compared(ours, eager, more, between)
     except OutOfTime:
         verdict = Verdict("time", f"{at}: over {seconds} s")
@@ -308,23 +309,18 @@ def compared(ours: Run, theirs: Run, around: list[tuple[int, int]], compare: Com
     return Verdict("same", text)
 
 
-def far(actual: Any, wanted: Any, moves: Mapping[str, float]) -> list[str]:
-    """Places where two nests of tensors are farther from one another than ``NEAR``, and than ``moves`` of the place."""
+def far(actual: Any, wanted: Any, moves: Mapping[str, float], *, near: float = NEAR, other: Any = None) -> list[str]:
+    """Places of ``wanted`` from which ``actual`` is farther than ``near``, a share of the length, and than ``moves``.
+
+    With ``other``, which torch's own way in gives, also those from which it is farther than that.
+    """
     places, distances = [], _distances(actual, wanted)
+    others = {} if other is None else _distances(other, wanted)
     for path, theirs in _places(wanted).items():
         length, distance = _length(theirs), distances[path]
-        if not distance <= max(NEAR * length, MOVES * moves.get(path, 0)):
-            places.append(f"{path}: {distance:.1e} away from a length of {length:.1e}")
-    return places
-
-
-def farther(actual: Any, wanted: Any, other: Any, moves: Mapping[str, float]) -> list[str]:
-    """Places where ``actual`` is farther from ``wanted`` than ``other``, torch's own way in, or than roundings are."""
-    places, distances, others = [], _distances(actual, wanted), _distances(other, wanted)
-    for path, value in _places(wanted).items():
-        ours, its, move = distances[path], others[path], moves[path]
-        if ours > min(its, max(ROUNDINGS * _length(value), MOVES * move)):
-            places.append(f"{path}: {ours:.1e} away, torch {its:.1e}; last bits move it by {move:.1e}")
+        allowed = min(max(near * length, MOVES * moves.get(path, 0)), others.get(path, math.inf))
+        if not distance <= allowed:
+            places.append(f"{path}: {distance:.1e} away from a length of {length:.1e}, not {allowed:.1e}")
     return places
 
 

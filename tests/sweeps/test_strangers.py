@@ -64,6 +64,8 @@ def test_what_is_no_number_is_near_only_to_what_is_none() -> None:
 
 def test_bits_between_eager_and_torch_are_no_farther_than_either_or_a_rounding() -> None:
     eager, by_torch = {"bias": torch.tensor([1.0])}, {"bias": torch.tensor([1.001])}
-    assert not strangers_compare.farther({"bias": torch.tensor([1.000001])}, eager, by_torch, {"['bias']": 0.0})
-    assert strangers_compare.farther({"bias": torch.tensor([1.0005])}, eager, by_torch, {"['bias']": 0.0})
-    assert strangers_compare.farther({"bias": torch.tensor([1.000001])}, eager, eager, {"['bias']": 0.0})
+    farther = functools.partial(strangers_compare.far, wanted=eager, moves={}, near=strangers_compare.ROUNDINGS)
+    assert not farther({"bias": torch.tensor([1.000001])}, other=by_torch)
+    assert farther({"bias": torch.tensor([1.0005])}, other=by_torch)
+    assert farther({"bias": torch.tensor([1.000001])}, other=eager)
+    assert farther({"bias": torch.tensor([torch.nan])}, other=by_torch)
