@@ -19,6 +19,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,10 @@ from roamc.capture.python_names import (
     attributes_in,
     is_installed,
     is_torch,
-    looked_into,
+    parameters_in,
     variables_of,
 )
+from roamc.capture.python_uses import ADDING, ANY, Use, is_entry_looked_into, is_looked_into, looked_into
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 """Types whose values never change: a key holds the value itself, see :func:`of_plain`."""
@@ -92,11 +94,18 @@ class Unknown(Same):
 TRACED = "traced"
 """The key of a tensor of a trace."""
 
-LOOKED = ("looked into",)
-"""The place of the names of what functions use for more than to add to it."""
+KEYS = "keys"
+"""What the key of a dict begins with: its entries have places of their own."""
 
 Place = tuple[object, ...]
-"""A variable of a function or an attribute of an object: the owner's identity, the name, for a dict the key in it."""
+"""Where functions read a value: the owner's identity, a kind, a name, and for an entry of a dict the key in it.
+
+A variable's kind is a word, see :func:`variables_of`, or "held" for what a partial or bound method holds. An
+attribute's is the number of the class that has it, in the order in which Python looks there; OWN for the object.
+"""
+
+OWN = -1
+"""The kind of an attribute that an object has itself."""
 
 
 class Seen:
@@ -108,7 +117,8 @@ class Seen:
         around: identities of the containers and objects that are being described: one may hold itself.
         left: elements that may still be looked into, see ``MANY``.
         names: attributes that the functions read, of whatever object, in the order in which they came.
-        looked: what the functions use for more than to add to it, as :func:`looked_into` returns it.
+        codes: the code of the functions.
+        looked: what is looked into beside what the functions' code says.
         objects: objects, classes and Python modules that the functions name, by identity.
         owners: identities of the objects that are called, or whose methods are.
         holders: numbers for what has no identity that counts, such as a functools.partial.
@@ -121,11 +131,16 @@ class Seen:
         self.around: set[int] = set()
         self.left = MANY
         self.names: dict[str, None] = {}
-        self.looked: set[tuple[bool, object]] = set()
+        self.codes: list[types.CodeType] = []
+        self.looked: set[Use] = set()
         self.objects: dict[int, object] = {}
         self.owners: set[int] = set()
         self.holders = itertools.count()
-        self.shared: dict[object, list[tuple[str, object]]] = {}
+        self.shared: dict[object, list[tuple[tuple[int, str], object]]] = {}
+
+    def uses(self) -> frozenset[Use]:
+        """Return what the functions look into, see :func:`roamc.capture.python_uses.looked_into`."""
+        return frozenset(self.looked).union(*map(looked_into, self.codes))
 
     def note(self, value: object) -> bool:
         """Return whether functions may read attributes of ``value``; if so, add it to ``objects``.
@@ -144,7 +159,7 @@ class Seen:
         self.objects.setdefault(id(value), value)
 
 
-def changed(before: Mapping[Place, object], after: Mapping[Place, object]) -> frozenset[Place]:
+def changed(before: Mapping[Place, object], after: Mapping[Place, object], uses: AbstractSet[Use]) -> frozenset[Place]:
     """Return the places at which a trace has left something that the next step does not read as another value.
 
     Such are a list to which a function only appends and a tensor that it keeps. Functions that it exchanges, a number
@@ -154,20 +169,18 @@ def changed(before: Mapping[Place, object], after: Mapping[Place, object]) -> fr
     Args:
         before: ``Seen.places`` before the trace.
         after: the same after it.
+        uses: what the functions look into, see :meth:`Seen.uses`.
     """
-    looked: Any = after.get(LOOKED, frozenset())
     pairs = ((place, before.get(place), after.get(place)) for place in {**before, **after})
     return frozenset(
-        place for place, old, new in pairs if old != new and not is_read_anew(old, new, _named(place) in looked)
+        place for place, old, new in pairs if old != new and not is_read_anew(old, new, _is_looked_into(place, uses))
     )
 
 
-def _named(place: Place) -> tuple[bool, object]:
-    """Whether a place is a variable, and its name, as :func:`looked_into` has them."""
-    if len(place) != 2 or not isinstance(place[1], str):
-        return False, place[-1]
-    _, attribute, name = place[1].rpartition(".")
-    return not attribute, name.rpartition(" ")[2]
+def _is_looked_into(place: Place, uses: AbstractSet[Use]) -> bool:
+    _, kind, name, *keys = place
+    ask = is_entry_looked_into if keys else is_looked_into
+    return ask(uses, isinstance(kind, str), name, *keys)
 
 
 def is_read_anew(before: object, after: object, looked: bool) -> bool:
@@ -278,10 +291,9 @@ def complete(seen: Seen) -> dict[Place, object]:
                 continue
             looked.add((id(owner), extent[0]))
             for name, value in list(_attributes_of(owner, seen)):
-                if (id(owner), name) not in seen.places:
-                    _put((id(owner), name), value, seen)
+                if (id(owner), *name) not in seen.places:
+                    _put((id(owner), *name), value, seen)
         if extent == (len(seen.names), len(seen.objects)):
-            seen.places[LOOKED] = frozenset(seen.looked)
             return seen.places
 
 
@@ -402,36 +414,59 @@ def _function(value: Any, seen: Seen) -> object:
     if isinstance(value, types.MethodType):
         return _method(value.__self__, value.__func__, seen)
     if isinstance(value, functools.partial):
-        held = (*enumerate(value.args), *value.keywords.items())
-        return "partial", of_called(value.func, seen), _held(held, seen)
+        return "partial", of_called(value.func, seen), _held(_by_parameter(value, seen), seen)
     if isinstance(value, CACHED):
         return Same(value), of_called(value.__wrapped__, seen)
     if isinstance(value, GETTERS):
         words = (word for word in value.__reduce__()[1] if isinstance(word, str))
-        seen.names.update(dict.fromkeys(part for word in words for part in word.split(".")))
+        parts = [part for word in words for part in word.split(".")]
+        seen.names.update(dict.fromkeys(parts))
+        seen.looked.update(Use(False, part, False) for part in parts)
         return Same(value)
     if isinstance(value, types.BuiltinFunctionType):
-        seen.names.update(dict.fromkeys(WHOLE if value in READERS else ()))
-        owner = value.__self__
-        plain = owner is None or isinstance(owner, types.ModuleType | type)
-        return Same(value) if plain else (value.__name__, _held([("", owner)], seen))
+        return _builtin(value, seen)
     if id(value) not in seen.functions:
         seen.functions.add(id(value))
         if not is_torch(value.__module__):
             seen.names.update(dict.fromkeys(attributes_in(value.__code__)))
-            seen.looked |= looked_into(value.__code__)
+            seen.codes.append(value.__code__)
         if value.__dict__:
             seen.own(value)
         for name, item in variables_of(value):
-            _put((id(value), name), item, seen)
+            _put((id(value), *name), item, seen)
     return Same(value), value.__code__
+
+
+def _builtin(value: types.BuiltinFunctionType, seen: Seen) -> object:
+    """Describe a built-in function, with its object if it is a method."""
+    if value in READERS:
+        seen.names.update(dict.fromkeys(WHOLE))
+        seen.looked.add(Use(False, ANY, False))
+    owner = value.__self__
+    if owner is None or isinstance(owner, types.ModuleType | type):
+        return Same(value)
+    if value.__name__ not in ADDING:
+        seen.looked.add(Use(True, value.__name__, False))
+    return value.__name__, _held([(value.__name__, owner)], seen)
+
+
+def _by_parameter(value: functools.partial[Any], seen: Seen) -> list[tuple[object, object]]:
+    """Return what a partial holds by the names of its function's parameters; by numbers where these are not known.
+
+    What is held under a number, or for a function whose code is not known, counts as looked into.
+    """
+    code = getattr(value.func, "__code__", None)
+    first = () if code is None else parameters_in(code)[0][isinstance(value.func, types.MethodType) :]
+    names = (*first[: len(value.args)], *range(len(first), len(value.args)), *value.keywords)
+    seen.looked.update(Use(True, name, False) for name in names if code is None or isinstance(name, int))
+    return list(zip(names, (*value.args, *value.keywords.values()), strict=True))
 
 
 def _held(items: Sequence[tuple[object, object]], seen: Seen) -> tuple[object, ...]:
     """Put what a partial or bound method holds into ``seen``; return a key that one that holds the same has too."""
     number = next(seen.holders)
     for name, item in items:
-        _put((number, name), item, seen)
+        _put((number, "held", name), item, seen)
     return number, *(name for name, _ in items)
 
 
@@ -457,14 +492,14 @@ def _put(place: Place, value: Any, seen: Seen) -> None:
         seen.places[place] = Same(value) if seen.note(value) else of_value(value, 0, seen)
         return
     seen.around.add(id(value))
-    seen.places[place] = "keys", type(value), tuple(of_value(key, 1, seen) for key in value)
+    seen.places[place] = KEYS, type(value), tuple(of_value(key, 1, seen) for key in value)
     for key, item in value.items():
         seen.places[*place, key] = of_value(item, 1, seen)
     seen.around.discard(id(value))
 
 
-def _attributes_of(owner: Any, seen: Seen) -> Iterator[tuple[str, object]]:
-    """Return the attributes of an object or class that functions in ``seen`` read, each by a name of its own.
+def _attributes_of(owner: Any, seen: Seen) -> Iterator[tuple[tuple[int, str], object]]:
+    """Return the attributes of an object or class that functions in ``seen`` read, each by kind and name.
 
     These are its own, and what its classes have for all, of every class that has it, as ``super()`` finds them too; of
     a property, its function.
@@ -472,7 +507,7 @@ def _attributes_of(owner: Any, seen: Seen) -> Iterator[tuple[str, object]]:
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     own = {} if isinstance(owner, type) else _attributes_in(owner)
     whole = any(map(_computes, kinds)) or any(name in seen.names for name in WHOLE)
-    yield from ((f".{name}", value) for name, value in own.items() if whole or name in seen.names)
+    yield from (((OWN, name), value) for name, value in own.items() if whole or name in seen.names)
     if isinstance(owner, types.ModuleType):
         return
     alike = kinds[0], isinstance(owner, type), id(owner) in seen.owners, len(seen.names)
@@ -481,7 +516,7 @@ def _attributes_of(owner: Any, seen: Seen) -> Iterator[tuple[str, object]]:
     yield from seen.shared[alike]
 
 
-def _shared_by(owner: object, kinds: Iterable[type], seen: Seen) -> Iterator[tuple[str, object]]:
+def _shared_by(owner: object, kinds: Iterable[type], seen: Seen) -> Iterator[tuple[tuple[int, str], object]]:
     """Return the attributes that classes have for an object, or for themselves, and that functions in ``seen`` read."""
     for number, kind in enumerate(kinds):
         module = kind.__module__
@@ -489,7 +524,7 @@ def _shared_by(owner: object, kinds: Iterable[type], seen: Seen) -> Iterator[tup
             continue
         for name, value in kind.__dict__.items():
             if name in seen.names or _is_implied(name, value, owner):
-                yield f"{number}.{name}", _unwrapped(value)
+                yield (number, name), _unwrapped(value)
 
 
 def implied_by(kind: type) -> Iterator[object]:

@@ -26,19 +26,16 @@ WHOLE = ("vars", "asdict", "__dict__", "__getattribute__", "attrgetter")
 READERS = (getattr, vars)
 """Built-in functions that do so, under whatever name."""
 
-ADDING = ("append", "appendleft", "extend", "extendleft", "insert", "add")
-"""Methods that add to a container and read nothing of it."""
-
 ABSENT = object()
 """In the place of the value of a variable or attribute that is missing."""
 
-_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 """Instructions that read a global variable."""
 
-_OUTER = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+OUTER = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 """Instructions that read a variable of a function around the one that has them."""
 
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
+ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 """Instructions that read an attribute."""
 
 _BUILTINS = dict(vars(builtins))
@@ -66,22 +63,29 @@ def is_iterator(value: object) -> bool:
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase | itertools.count)
 
 
-def variables_of(function: types.FunctionType) -> list[tuple[str, object]]:
-    """Return the global variables that a function names, its closure contents and its defaults, each by its own name.
+def variables_of(function: types.FunctionType) -> list[tuple[tuple[str, str], object]]:
+    """Return the global variables that a function names, its closure contents and its defaults, by kind and name.
 
     Of built-in names, such as ``max``, those that somebody has given another value since roamc was imported. Of a
     function of torch, whose variables nobody changes, only functions in its closure, which a user may have put
     there.
     """
     cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
-    named = [(f"nonlocal {name}", item) for name, item in cells]
+    named: list[tuple[tuple[str, str], object]] = [(("nonlocal", name), item) for name, item in cells]
     if is_torch(function.__module__):
         return [(name, item) for name, item in named if isinstance(item, FUNCTIONS)]
-    named += [(name, _variable(function, name)) for name in _globals_in(function.__code__)]
-    named += [(f"import {name}", module) for name, module in _imported(function)]
-    named += [(f"default {n}", default) for n, default in enumerate(function.__defaults__ or ())]
-    named += [(f"default {name}", default) for name, default in (function.__kwdefaults__ or {}).items()]
+    named += [(("global", name), _variable(function, name)) for name in globals_in(function.__code__)]
+    named += [(("import", name), module) for name, module in _imported(function)]
+    defaults = function.__defaults__ or ()
+    last = zip(reversed(parameters_in(function.__code__)[0]), reversed(defaults), strict=False)
+    named += [(("default", name), default) for name, default in (*last, *(function.__kwdefaults__ or {}).items())]
     return [(name, item) for name, item in named if item is not ABSENT]
+
+
+def parameters_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of a function's parameters: those of positional arguments, and those of named ones only."""
+    names, positional = code.co_varnames, code.co_argcount
+    return names[:positional], names[positional : positional + code.co_kwonlyargcount]
 
 
 def _variable(function: types.FunctionType, name: str) -> object:
@@ -121,17 +125,17 @@ def attributes_in(code: types.CodeType) -> tuple[str, ...]:
     Strings are there for ``getattr``. A name in :data:`WHOLE` that they read as a variable counts as well, and a
     ``getattr`` with a computed name as ``__dict__``.
     """
-    read = _read_by(code, _ATTRIBUTES)
-    strings = (word for part in _codes(code) for word in _words(part.co_consts))
-    computed = any(map(_computes_a_name, _codes(code)))
-    whole = ["__dict__"] if computed else [name for name in _globals_in(code) if name in WHOLE]
+    read = _read_by(code, ATTRIBUTES)
+    strings = (word for part in codes_in(code) for word in _words(part.co_consts))
+    computed = any(map(_computes_a_name, codes_in(code)))
+    whole = ["__dict__"] if computed else [name for name in globals_in(code) if name in WHOLE]
     return tuple(dict.fromkeys((*read, *strings, *whole)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _globals_in(code: types.CodeType) -> tuple[str, ...]:
-    """Names of the global variables that a function and those inside it read."""
-    return _read_by(code, _VARIABLES)
+def globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of the global variables that a function and those inside it read."""
+    return _read_by(code, VARIABLES)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,37 +144,10 @@ def _imports_in(code: types.CodeType) -> tuple[str, ...]:
     return _read_by(code, ("IMPORT_NAME",))
 
 
-@functools.lru_cache(maxsize=4096)
-def looked_into(code: types.CodeType) -> frozenset[tuple[bool, object]]:
-    """Return what a function and those inside it use for more than to add to it, as a log is used.
-
-    Returns:
-        Pairs of whether it is a variable, not an attribute or an entry of a dict, and its name.
-    """
-    return frozenset(pair for part in _codes(code) for pair in _looked_into(part))
-
-
-def _looked_into(code: types.CodeType) -> Iterator[tuple[bool, object]]:
-    steps = list(dis.get_instructions(code))
-    for place, step in enumerate(steps):
-        variable = step.opname in (*_VARIABLES, *_OUTER)
-        if (variable or step.opname in (*_ATTRIBUTES, "LOAD_CONST")) and not _is_added_to(steps, place + 1):
-            yield variable, step.argval
-
-
-def _is_added_to(steps: list[dis.Instruction], place: int) -> bool:
-    """Whether what is named before ``place``, or an entry of it, is added to there."""
-    while steps[place].opname == "BINARY_SUBSCR" or (
-        steps[place].opname == "LOAD_CONST" and steps[place + 1].opname == "BINARY_SUBSCR"
-    ):
-        place += 1
-    return steps[place].opname in _ATTRIBUTES and steps[place].argval in ADDING
-
-
 def _computes_a_name(code: types.CodeType) -> bool:
     """Whether a function, those inside it left out, calls ``getattr`` with a name that is not written there."""
-    steps = list(dis.get_instructions(code))
-    names = (*_VARIABLES, *_ATTRIBUTES)
+    steps = steps_of(code)
+    names = (*VARIABLES, *ATTRIBUTES)
     reads = (place for place, step in enumerate(steps) if step.opname in names and step.argval == "getattr")
     return any(not _is_written(steps[place + 1 :]) for place in reads)
 
@@ -194,16 +171,21 @@ def _is_written(steps: Sequence[dis.Instruction]) -> bool:
 
 def _read_by(code: types.CodeType, instructions: tuple[str, ...]) -> tuple[str, ...]:
     """Names that the given instructions of a function and of those inside it have, each once."""
-    steps = (step for part in _codes(code) for step in dis.get_instructions(part))
+    steps = (step for part in codes_in(code) for step in steps_of(part))
     return tuple(dict.fromkeys(step.argval for step in steps if step.opname in instructions))
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function and of those inside it."""
+def steps_of(code: types.CodeType) -> list[dis.Instruction]:
+    """Return the instructions of a function, each with its whole argument."""
+    return [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Return the code of a function and of those inside it."""
     yield code
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
-            yield from _codes(part)
+            yield from codes_in(part)
 
 
 def _words(constants: tuple[object, ...] | frozenset[object]) -> Iterator[str]:

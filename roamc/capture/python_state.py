@@ -40,7 +40,8 @@ from roamc.capture.python_keys import (
     of_value,
     slots_of,
 )
-from roamc.capture.python_names import ABSENT, FUNCTIONS, is_torch, looked_into
+from roamc.capture.python_names import ABSENT, FUNCTIONS, is_torch
+from roamc.capture.python_uses import looks_into
 from roamc.compat_eager import is_of_tracer
 
 OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -147,8 +148,8 @@ class Reads:
         cache: dict[int, object] = {}
         return all(slot.owner() is None or slot.now(cache) == before for slot, before in self._slots.values())
 
-    def read(self, module: nn.Module, name: str, code: types.CodeType) -> None:
-        """Note that ``code`` reads attribute ``name`` of ``module``, and which value it finds at the first read.
+    def read(self, module: nn.Module, name: str, frame: types.FrameType) -> None:
+        """Note that ``frame`` reads attribute ``name`` of ``module``, and which value it finds at the first read.
 
         If the attribute is found on a class, the value is noted for that class. No value is noted for an attribute
 
@@ -165,7 +166,7 @@ class Reads:
         if owner is None or (id(owner) in self._described and type(owner.__dict__[name]) in (*PLAIN, *FUNCTIONS)):
             return
         self._note(owner, name)
-        if (False, name) in looked_into(code):
+        if looks_into(frame, name):
             self._looked.add((id(owner), name))
 
     def _note(self, owner: nn.Module | type, name: str) -> None:
@@ -175,11 +176,13 @@ class Reads:
             slot = Slot(weakref.ref(owner), name)
             self._slots[key] = slot, slot.now()
 
-    def read_whole(self, module: nn.Module, attributes: Mapping[str, object]) -> None:
-        """Note that the trace reads ``module.__dict__``, and so may read any of ``attributes`` past :meth:`read`."""
+    def read_whole(self, module: nn.Module, attributes: Mapping[str, object], frame: types.FrameType) -> None:
+        """Note that ``frame`` reads ``module.__dict__``, and so may read any of ``attributes`` past :meth:`read`."""
         for name in attributes:
             if name not in OWN:
                 self._note(module, name)
+                if not is_torch(frame.f_globals.get("__name__")) and looks_into(frame, name):
+                    self._looked.add((id(module), name))
 
     def write(self, module: nn.Module, name: str) -> None:
         """Note that the trace sets attribute ``name`` of ``module``; later reads of it get the trace's own value."""
@@ -237,10 +240,11 @@ def _watched(reads: Reads) -> Iterator[None]:
     def get(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
         if threading.get_ident() == thread:
+            frame = sys._getframe(1)
             if name != "__dict__":
-                reads.read(module, name, sys._getframe(1).f_code)
-            elif not is_of_tracer(sys._getframe(1).f_globals):
-                reads.read_whole(module, value)
+                reads.read(module, name, frame)
+            elif not is_of_tracer(frame.f_globals):
+                reads.read_whole(module, value, frame)
         return value
 
     def put(module: nn.Module, name: str, value: Any) -> None:

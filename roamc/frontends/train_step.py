@@ -85,8 +85,8 @@ def _lock_of(model: nn.Module) -> Lock:
         return _locks.setdefault(model, Lock())
 
 
-_Known = tuple[tuple[object, ...], dict[python_keys.Place, object]]
-"""What is known of a step without a trace: ``asked`` and all places of :class:`_Key`."""
+_Known = tuple[tuple[object, ...], python_keys.Seen]
+"""What is known of a step without a trace: ``asked`` of :class:`_Key`, and what functions read, in all places."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +111,9 @@ class _Key:
     @staticmethod
     def of(before: _Known, after: _Known, reads: python_state.Reads) -> _Key:
         """Return the key for what was known before a trace and behind it, and what it has read of modules."""
-        left = python_keys.changed(before[1], after[1])
-        places = _without(before[1], left)
-        lasting = before[0] == after[0] and places == _without(after[1], left) and reads.hold()
+        left = python_keys.changed(before[1].places, after[1].places, after[1].uses())
+        places = _without(before[1].places, left)
+        lasting = before[0] == after[0] and places == _without(after[1].places, left) and reads.hold()
         return _Key(before[0], places, left, reads, lasting)
 
     @property
@@ -328,7 +328,8 @@ class TrainStep:
             optimizer_key(self.optimizer, self._rule, parameters),
             hooks_key(modules, parameters, self._node_hooks, seen),
         )
-        return asked, python_keys.complete(seen)
+        python_keys.complete(seen)
+        return asked, seen
 
     def _bound(self, leaves: Sequence[Any], nest: Nest) -> tuple[BoundStep, dict[int, Cohort]]:
         """Return (program, cohorts) for a batch; the program is captured and planned now if none serves it.
@@ -341,8 +342,8 @@ class TrainStep:
             The program, and what its :meth:`roamc.frontends.bound_step.BoundStep.cohorts_now` returns.
         """
         with self._others_told(before_plans=True):
-            asked, places = self._key(leaves, nest)
-        alike = (entry for entry in reversed(self._steps) if entry.holds(asked, places))
+            asked, seen = self._key(leaves, nest)
+        alike = (entry for entry in reversed(self._steps) if entry.holds(asked, seen.places))
         key = next((entry for entry in alike if self._steps[entry].answers(leaves)), None)
         bound = self._steps[key] if key is not None else None
         cohorts = bound.cohorts_now() if bound is not None else None
@@ -350,7 +351,7 @@ class TrainStep:
             exchange.begin()
             with self._others_told():
                 bound, reads = self._build(leaves, nest)
-            fresh = _Key.of((asked, places), self._key(leaves, nest), reads)
+            fresh = _Key.of((asked, seen), self._key(leaves, nest), reads)
             if key is not None:
                 del self._steps[key]
             key, self._steps[fresh] = fresh, bound

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -117,6 +119,15 @@ def test_what_forward_turns_in_its_module(turn: Callable[[Any], float]) -> None:
     assert_turns(Turning(turn), square, square)
 
 
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The steps that are traced from now on."""
+    here, kept = importlib.import_module("roamc.frontends.train_step"), list[object]()
+    capture = here._captured
+    monkeypatch.setattr(here, "_captured", lambda request: kept.append(request) or capture(request))
+    return kept
+
+
 def log_of_numbers(m: Any) -> float:
     m.names.append("d")
     return float(len(m.names))
@@ -128,20 +139,69 @@ def log_in_a_dict(m: Any) -> float:
     return sum(m.by_name["log"])
 
 
-@pytest.mark.parametrize("turn", [log_of_numbers, log_in_a_dict])
+def log_in_its_dict(m: Any) -> float:
+    m.names.append("d")
+    return float(len(m.__dict__["names"]))
+
+
+def log_by_a_computed_name(m: Any) -> float:
+    m.names.append("d")
+    return float(len(getattr(m, "".join(("na", "mes")))))
+
+
+def log_by_another_name(m: Any) -> float:
+    names = m.names
+    names.append("d")
+    return float(len(names))
+
+
+@pytest.mark.parametrize(
+    "turn", [log_of_numbers, log_in_a_dict, log_in_its_dict, log_by_a_computed_name, log_by_another_name]
+)
 def test_a_log_that_forward_reads_is_as_long_as_in_eager(turn: Callable[[Any], float]) -> None:
     assert_turns(Turning(turn), square, square, plans=7)
+
+
+def kept_by_another_name(m: Any) -> float:
+    names = m.names
+    names.append("d")
+    return 1.0
+
+
+def kept_if_there(m: Any) -> float:
+    if not hasattr(m, "calls"):
+        m.calls = []
+    if m.calls is not None:
+        m.calls.append(1)
+    return 1.0
+
+
+def kept_beside_a_computed_name(m: Any) -> Any:
+    m.names.append("d")
+    return getattr(m, "".join(("fac", "tors")))[0]
+
+
+@pytest.mark.parametrize("turn", [kept_by_another_name, kept_if_there, kept_beside_a_computed_name])
+def test_a_log_that_forward_keeps_needs_no_other_trace(turn: Callable[[Any], float], traces: list[object]) -> None:
+    assert_turns(Turning(turn), square, square, plans=2)
+    assert len(traces) <= 2  # in the first step, an attribute may not be there yet
 
 
 class Logging:
     """A loss that keeps logs."""
 
     def __init__(self) -> None:
-        self.log, self.by_name = [0], {"loss": [0]}
+        self.log, self.by_name, self.rows = [0], {"loss": [0], "step": [0]}, [[0]]
+        self.none: list[int] | None = None
 
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         self.log.append(1)
-        self.by_name["loss"].append(2)
+        for name in ("loss", "step"):
+            self.by_name[name].append(2)
+        log = self.rows[-1]
+        log.append(3)
+        if self.none is not None:
+            self.none.append(4)
         return square(model, x)
 
 
@@ -152,12 +212,80 @@ class Reading(Logging):
         return super().__call__(model, x) * self.log[-1] * len(self.by_name["loss"])
 
 
-def test_logs_that_a_loss_reads_are_as_long_as_in_eager() -> None:
-    assert_turns(nn.Linear(8, 8), Reading(), Reading(), plans=7)
+class ReadingOne(Logging):
+    """One that reads a log whose name it computes."""
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return super().__call__(model, x) * min(len(self.by_name[name]) for name in ("loss", "step"))
 
 
-def test_logs_that_a_loss_keeps_need_no_other_plan() -> None:
-    assert_turns(nn.Linear(8, 8), Logging(), Logging(), plans=1)
+class ReadingAny(Logging):
+    """One that computes the name of an attribute."""
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return super().__call__(model, x) * len(getattr(self, "".join(("l", "og"))))
+
+
+def by_default() -> Callable[..., Tensor]:
+    def loss(model: nn.Module, x: Tensor, log: list[int] = [0]) -> Tensor:  # noqa: B006
+        log.append(1)
+        return square(model, x) * len(log)
+
+    loss.__defaults__ = ([0],)
+    return loss
+
+
+def by_a_named_default() -> Callable[..., Tensor]:
+    def loss(model: nn.Module, x: Tensor, *, log: list[int]) -> Tensor:
+        log.append(1)
+        return square(model, x) * len(log)
+
+    loss.__kwdefaults__ = {"log": [0]}
+    return loss
+
+
+def by_a_partial() -> Callable[..., Tensor]:
+    def loss(log: list[int], model: nn.Module, x: Tensor) -> Tensor:
+        log.append(1)
+        return square(model, x) * len(log)
+
+    return functools.partial(loss, [0])
+
+
+@pytest.mark.parametrize("loss", [Reading, ReadingOne, ReadingAny, by_default, by_a_named_default, by_a_partial])
+def test_logs_that_a_loss_reads_are_as_long_as_in_eager(loss: Callable[[], Callable[..., Tensor]]) -> None:
+    assert_turns(nn.Linear(8, 8), loss(), loss(), plans=7)
+
+
+def keeping_by_default() -> Callable[..., Tensor]:
+    def loss(model: nn.Module, x: Tensor, log: list[int] | None = None) -> Tensor:
+        if log is not None:
+            log.append(1)
+        return square(model, x)
+
+    loss.__defaults__ = ([0],)
+    return loss
+
+
+def keeping_by_a_partial() -> Callable[..., Tensor]:
+    def loss(log: list[int], model: nn.Module, x: Tensor) -> Tensor:
+        log.append(1)
+        return square(model, x)
+
+    return functools.partial(loss, [0])
+
+
+def keeping_by_a_method() -> Callable[..., Tensor]:
+    note = [0].append
+    return lambda model, x: (note(1), square(model, x))[1]
+
+
+@pytest.mark.parametrize("loss", [Logging, keeping_by_default, keeping_by_a_partial, keeping_by_a_method])
+def test_logs_that_a_loss_keeps_need_no_other_trace(
+    loss: Callable[[], Callable[..., Tensor]], traces: list[object]
+) -> None:
+    assert_turns(nn.Linear(8, 8), loss(), loss(), plans=1)
+    assert len(traces) == 1
 
 
 class Rotating:
