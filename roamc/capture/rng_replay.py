@@ -33,7 +33,6 @@ from roamc.operators.random import replay
 FIRST = "roamc_draws_as"
 """Key of a node's ``meta``: name of the operator that first drew the numbers that this node draws again."""
 
-
 MARKER = 0xF_A57EB
 """Stands in the generator's state during a trace, next to the trace's number; no other state has both."""
 
@@ -79,7 +78,7 @@ class _Followed:
             place = int(state[PLACE].view(torch.int64))
             state[PLACE] = self.marked[PLACE]
             if not torch.equal(state, self.marked):
-                raise CaptureError(f"{SEEDED}; {BESIDE}")
+                raise CaptureError(f"{SEEDED}. {BESIDE}")
         return place
 
     def draw(self, node: fx.Node) -> None:
@@ -195,7 +194,13 @@ SEEDED = (
     "roamc.optimize or torch.compile"
 )
 
-BESIDE = "or another thread has drawn from it meanwhile: give that one a generator, or run the first step before it"
+"""What a step may not do, and what to do instead."""
+
+BESIDE = (
+    "If it does neither, another thread has drawn from torch's generator while the step was traced: give that thread a "
+    "generator of its own, or run the first step before it starts"
+)
+"""What looks the same where the generator is found changed."""
 
 
 def _refuse_seed(*_: object, **__: object) -> NoReturn:
@@ -211,6 +216,7 @@ def _refuse_reading(*_: object, **__: object) -> NoReturn:
 
 
 DEFAULT = torch.default_generator
+"""The CPU's generator, which has another name during a trace."""
 
 REFUSED: dict[str, Callable[..., None]] = {
     "manual_seed": _refuse_seed,
