@@ -1,8 +1,8 @@
 """The optimizers of ``train_step``, as ATen operators written behind the backward of a step.
 
 Each rule does the arithmetic of torch.optim's single-tensor form, operator by operator, so that the bits
-are those of eager; where torch makes a temporary and drops it, the rule works in place. Hyperparameters
-and the step count are inputs of the graph: a learning-rate scheduler needs no new plan.
+are those of eager. A value that torch makes, the rule makes too: what eager holds is read off the graph.
+Hyperparameters and the step count are inputs of the graph: a learning-rate scheduler needs no new plan.
 ``fused=True`` calls the same fused kernel as torch, one parameter at a time. ``foreach`` changes speed
 only and is accepted; the single-tensor form is used.
 """
@@ -279,8 +279,8 @@ def _adam_write(decoupled: Callable[[Group], bool]) -> Callable[..., None]:
             largest = writer.call(aten.maximum.default, states["max_exp_avg_sq"], second)
             writer.call(aten.copy_.default, states["max_exp_avg_sq"], largest)
             second = states["max_exp_avg_sq"]
-        denominator = writer.call(aten.sqrt.default, second)
-        writer.call(aten.div_.Tensor, denominator, n["root_correction2"])
+        root = writer.call(aten.sqrt.default, second)
+        denominator = writer.call(aten.div.Tensor, root, n["root_correction2"])
         writer.call(aten.add_.Tensor, denominator, n["eps"])
         writer.call(aten.addcdiv_.default, param, first, denominator, value=n["minus_step_size"])
 

@@ -1,14 +1,13 @@
 """What eager PyTorch holds at every step, by the same storages and lives as a plan.
 
-Eager runs in program order, keeps gradients to the end of the step, and writes some values over what is there. In
-backward it differs from the graph in four ways, which the metadata of a trace tells:
+Eager runs in program order, keeps gradients to the end of the step, and writes some values over what is there. It
+differs from the graph in five ways more; the first four are of backward, and the metadata of a trace tells them:
 
     a node of autograd    several operators; the gradients it is called with, and what it has saved, live to its end
     a sum of gradients    a value of the graph; eager adds to the first where nobody else holds that
     an expression         of C++; its temporaries live to its end
     no gradient           where a model returns its loss, its other outputs get none, and nothing is computed of it
-
-In the update, the variables of torch.optim's loop over parameters hold what they name until they name the next one's.
+    a variable            of torch.optim's loop over parameters; holds what it names until it names the next one's
 """
 
 from __future__ import annotations
@@ -51,18 +50,21 @@ A longer one is taken for a function, whose temporaries have names and end one b
 FULL_SIZE = (aten.mse_loss.default, aten.smooth_l1_loss.default)
 """Losses that eager on a CPU reduces where it has computed the elements: the result keeps the memory of all."""
 
-NAMED = (aten.add.Tensor, aten.neg.default, aten.div_.Tensor)
-"""Operators whose results torch.optim's loop over parameters keeps in a variable: the gradient with weight decay, the
-negated one, Adam's denominator."""
+NAMED: dict[object, int] = {
+    aten.add.Tensor: 0,  # the gradient with weight decay: the variable names the bare one before the next sum
+    aten.neg.default: 1,  # the negated gradient
+    aten.div.Tensor: 1,  # Adam's denominator
+}
+"""Operators whose results torch.optim's loop over parameters keeps in a variable until they run for the next one.
+
+Each with 1 if a result is there while the next one is made, else 0."""
 
 
 def of_eager(memory: MemoryModel) -> MemoryModel:
     """Return ``memory`` with eager's storages, in their sizes on a CPU.
 
     A dropout keeps its mask in the input's dtype, and losses of :data:`FULL_SIZE` the memory of all their elements.
-    Adam's update divides a root, which the graph writes over, into new memory.
     """
-    memory = _divided_apart(memory)
     larger = {}
     for operator in memory.operators:
         nbytes = _eager_bytes(operator.node)
@@ -71,23 +73,6 @@ def of_eager(memory: MemoryModel) -> MemoryModel:
             if last.device == "cpu" and nbytes > last.nbytes:
                 larger[last.index] = replace(last, nbytes=nbytes)
     return replace(memory, storages=tuple(larger.get(s.index, s) for s in memory.storages)) if larger else memory
-
-
-def _divided_apart(memory: MemoryModel) -> MemoryModel:
-    """Return ``memory`` with a storage for each quotient of the update, read in place of the one it is written over."""
-    storages, operators = [*memory.storages], list[Operator]()
-    quotient: dict[int, int] = {}  # of a root
-    for step, operator in enumerate(memory.operators):
-        divides = operator.phase is Phase.UPDATE and operator.node.target is aten.div_.Tensor
-        reads, writes = (tuple(quotient.get(i, i) for i in each) for each in (operator.reads, operator.writes))
-        if divides:
-            (root,), index = writes, len(storages)
-            storages.append(replace(storages[root], index=index, name=operator.node.name, producer=step))
-            quotient[root] = index
-            operators.append(replace(operator, births=(index,), writes=()))
-        else:
-            operators.append(replace(operator, reads=reads, writes=writes))
-    return replace(memory, storages=tuple(storages), operators=tuple(operators)) if quotient else memory
 
 
 def _eager_bytes(node: fx.Node) -> Bytes:
@@ -190,10 +175,9 @@ def _keep_to_end_of_node(memory: MemoryModel, row: Mapping[int, int], dead: Int6
 
 
 def _keep_in_variables(memory: MemoryModel, row: Mapping[int, int], dead: Int64s) -> None:
-    """Let results of :data:`NAMED` in the update live until the same operator has run for the next parameter.
+    """Let results of :data:`NAMED` in the update live until their variable names something else.
 
-    The variable of a sum names the bare gradient before the next sum. A result that makes another one, such as the
-    negated gradient of which a sum is made, loses its variable to that.
+    A result that makes another one, such as the negated gradient of which a sum is made, loses its variable to that.
     """
     updates = [(step, each) for step, each in enumerate(memory.operators) if each.phase is Phase.UPDATE]
     ends: dict[Any, Step] = dict.fromkeys(NAMED, len(memory.operators))
@@ -204,7 +188,7 @@ def _keep_in_variables(memory: MemoryModel, row: Mapping[int, int], dead: Int64s
             if index in row and memory.storages[index].place is Place.TEMPORARY and not makes_another.get(index):
                 dead[row[index]] = max(dead[row[index]], ends[target])
         if target in ends:
-            ends[target] = step if target is aten.add.Tensor else step + 1
+            ends[target] = step + NAMED[target]
         for index in operator.reads:
             makes_another.setdefault(index, bool(operator.births))
 

@@ -172,6 +172,17 @@ def test_eager_keeps_gradients_to_the_end() -> None:
     assert eager_live_bytes(memory).tolist() == [1024, 1024, 2048, 2048, 2052]
 
 
+def test_what_the_update_divides_in_place_takes_nothing_in_eager() -> None:
+    def step(x: Tensor, p: Tensor) -> Tensor:
+        gradient = x * 2
+        p.add_(gradient.div_(3).div_(x))
+        return x.sum()
+
+    memory = build_memory(traced(step, KB, KB_2, phases="BUUUF", gradients=("mul",)))
+    #                                            0: mul  1: div_  2: div_  3: add_  4: sum
+    assert eager_live_bytes(memory).tolist() == [1024, 1024, 1024, 1024, 1028]
+
+
 def test_what_eager_writes_to_a_part_keeps_the_whole_alive() -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         part = (x * 2)[:128].sigmoid().tan()
