@@ -21,6 +21,7 @@ from roamc.compat_dtensor import is_dtensor
 from roamc.compat_operators import foreach_order
 from roamc.errors import CaptureError
 from roamc.graph import operators
+from roamc.graph.memory import WROTE_OVER
 from roamc.graph.rewrite import Writer
 from roamc.operators import ops
 
@@ -96,7 +97,8 @@ def clipped(
     """Append ``clip_grad_norm_`` of the model's parameters, operator by operator; return the clipped gradients.
 
     A gradient in parts counts once, whatever the number of ranks, and so does one that every rank holds whole. As in
-    torch the norms are added up in the order of the parameters, those of one dtype together.
+    torch the norms are added up in the order of the parameters, those of one dtype together. Torch clips in place, as
+    ``meta[WROTE_OVER]`` of the clipped gradients says; here two parameters may share one gradient.
 
     Args:
         writer: writes into the graph, behind backward.
@@ -119,8 +121,10 @@ def clipped(
     shifted = writer.call(aten.add.Tensor, total, 1e-6)
     ratio = writer.call(aten.mul.Tensor, writer.call(aten.reciprocal.default, shifted), limit)
     factor = writer.call(aten.clamp.default, ratio, None, 1.0)
-    # Out of place: two parameters may share one gradient.
-    return {name: writer.call(aten.mul.Tensor, grad, factor) for name, grad in grads.items()}
+    results = {name: writer.call(aten.mul.Tensor, grad, factor) for name, grad in grads.items()}
+    for node in results.values():
+        node.meta[WROTE_OVER] = True
+    return results
 
 
 def _over_ranks(writer: Writer, norms: Sequence[fx.Node], groups: Sequence[str]) -> list[fx.Node]:

@@ -105,9 +105,10 @@ def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int6
 
     Gradients live to the end of the step. Some operators of the graph make a value that eager writes over the
     operator's first argument. Where that argument is all of a temporary's storage and has its last use there, it dies
-    one step earlier: the result takes over its bytes. What eager writes to a part of a storage, or to a tensor of the
-    caller's, lies there and has ``dead == born``; the storage lives as long as all that lies in it. What eager does not
-    make, see :func:`not_made`, has ``dead == born`` as well.
+    one step earlier: the result takes over its bytes. So does what eager writes over a gradient, and lives to the end
+    of the step. What eager writes to a part of a storage, or to a tensor of the caller's, lies there and has
+    ``dead == born``; the storage lives as long as all that lies in it. What eager does not make, see :func:`not_made`,
+    has ``dead == born`` as well.
 
     Args:
         memory: of a graph in program order.
@@ -260,7 +261,11 @@ def _write_in_place(
             dead[row[result.index]] = born[row[result.index]]
         elif not whole or argument.index in holder:
             holder[result.index] = argument.index
-        elif not argument.gradient and argument.place in STEPS_OWN and dead[row[argument.index]] == position + 1:
+        elif argument.gradient:
+            # A second result is the gradient of another parameter, for which autograd has copied this one.
+            dead[row[argument.index]] = min(dead[row[argument.index]], position)
+            dead[row[result.index]] = len(memory.operators)
+        elif argument.place in STEPS_OWN and dead[row[argument.index]] == position + 1:
             dead[row[argument.index]] = position
             heir[argument.index] = result.index
     root = roots_of({**holder, **heir})

@@ -273,8 +273,9 @@ UPDATES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 """Optimizers whose temporaries are eager's peak where the parameters are most of what there is."""
 
 
+@pytest.mark.parametrize("limit", [None, 1.0])
 @pytest.mark.parametrize("name", UPDATES)
-def test_eagers_peak_counts_what_the_update_holds(name: str) -> None:
+def test_eagers_peak_counts_what_the_update_holds(name: str, limit: float | None) -> None:
     torch.manual_seed(0)
     widths = (256, 384, 512, 128)
     model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)))
@@ -282,11 +283,41 @@ def test_eagers_peak_counts_what_the_update_holds(name: str) -> None:
 
     def step() -> None:
         model(x).sum().backward()
+        if limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
         optimizer.zero_grad()
 
     step()
-    plan = roamc.plan(model, x, loss_fn=lambda m, x: m(x).sum(), optimizer=optimizer)
+    plan = roamc.plan(model, x, loss_fn=lambda m, x: m(x).sum(), optimizer=optimizer, clip_grad_norm=limit)
+    _, measured = peak_bytes(step)
+    assert plan.baseline_bytes == pytest.approx(measured, rel=0.02)
+    assert plan.peak_bytes <= measured * 1.001
+
+
+class Summed(nn.Module):
+    """Two parameters with one gradient, of which autograd makes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(256, 256)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.first + self.second)
+
+
+def test_eagers_peak_counts_the_clipped_gradient_of_each_parameter() -> None:
+    model, x = Summed(), torch.randn(2, 256)
+    optimizer = sgd(model)
+
+    def step() -> None:
+        model(x).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    plan = roamc.plan(model, x, loss_fn=lambda m, x: m(x).sum(), optimizer=optimizer, clip_grad_norm=1.0)
     _, measured = peak_bytes(step)
     assert plan.baseline_bytes == pytest.approx(measured, rel=0.02)
     assert plan.peak_bytes <= measured * 1.001

@@ -183,6 +183,19 @@ def test_what_the_update_divides_in_place_takes_nothing_in_eager() -> None:
     assert eager_live_bytes(memory).tolist() == [1024, 1024, 1024, 1024, 1028]
 
 
+def test_what_is_written_over_a_gradient_lies_there_to_the_end_in_eager() -> None:
+    def step(x: Tensor, p: Tensor) -> Tensor:
+        p.add_((x * 2) * 3)
+        return x.sum()
+
+    graph = traced(step, KB, KB_2, phases="BUUF", gradients=("mul",))
+    next(node for node in graph.graph.nodes if node.name == "mul_1").meta[WROTE_OVER] = True
+    memory = build_memory(graph)
+    #                                      0: mul  1: mul_1  2: add_  3: sum
+    assert live_bytes(memory).tolist() == [1024, 2048, 1024, 4]
+    assert eager_live_bytes(memory).tolist() == [1024, 1024, 1024, 1028]
+
+
 def test_what_eager_writes_to_a_part_keeps_the_whole_alive() -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         part = (x * 2)[:128].sigmoid().tan()
