@@ -40,9 +40,6 @@ from roamc.operators.kernels import PIECE, kernel_of
 from roamc.operators.random import replay
 from roamc.units import Bytes
 
-FIXED: Bytes = 32 << 10
-"""Bytes that an operator such as ``gelu`` takes at most however few its rows are, those of a block as those of all."""
-
 
 def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Bytes:
     """Estimate the most bytes that ``node`` allocates beside its arguments and results while it runs.
@@ -65,7 +62,7 @@ def workspace_bytes(node: fx.Node, threads: int, *, eager: bool = False) -> Byte
     cost = ops.rule(call.target).cost
     if result.device.type != "cpu":
         return 0 if cost.buffers is None else cost.buffers(call, result)
-    copied = _copied(call, cost)
+    copied = _copied(call, cost) + _fixed(call, result)
     if cost.thread_workspace is not None:
         copied += threads * cost.thread_workspace(call, result)
     single = cost.single_workspace if threads == 1 else None
@@ -83,8 +80,8 @@ def group_workspace(group: Fused, threads: int) -> Bytes:
     """Return the bytes that ``group`` takes for itself while it runs on a CPU with ``threads`` threads, or on a GPU.
 
     On a CPU these are the bytes of the values inside the group, of the views that are its blocks, and of its largest
-    member. What a member takes beside its buffers for each thread is in proportion to the rows of a block. On a GPU
-    they are the bytes of partial sums over rows.
+    member. What a member takes beside its buffers for each thread, and those that it has for any number of rows, is in
+    proportion to the rows of a block. On a GPU they are the bytes of partial sums over rows.
     """
     if not group.in_blocks:
         return group.block_bytes(threads)
@@ -92,10 +89,11 @@ def group_workspace(group: Fused, threads: int) -> Bytes:
     largest: Bytes = 0
     for member in group.nodes:
         whole = workspace_bytes(member, 0)
+        fixed = _fixed(call_of(member), next(tensors_in(member.meta["val"])))
         # Ours may work in pieces, which are as large in a block.
-        least = FIXED if kernel_of(member.target) is None else PIECE * widest([member])
-        part = min(whole, max(-(-whole * rows // count), least))
-        largest = max(largest, part + workspace_bytes(member, threads) - whole)
+        least = 0 if kernel_of(member.target) is None else PIECE * widest([member])
+        part = min(whole - fixed, max(-(-(whole - fixed) * rows // count), least))
+        largest = max(largest, part + fixed + workspace_bytes(member, threads) - whole)
     views: int = -(-count // rows) * (1 + sum(node.op == "placeholder" for node in group.body.nodes))
     inside: Bytes = group.block_bytes(threads)
     return inside + largest + OBJECT * views
@@ -119,6 +117,12 @@ def workspaces(operators: Iterable[Operator], threads: int, *, eager: bool = Fal
     for start, wait in waits:
         total[index[start] + 1 : wait + 1] += own[index[start]]
     return total
+
+
+def _fixed(call: Call, result: torch.Tensor) -> Bytes:
+    """Return the bytes that a call takes on a CPU for any number of rows."""
+    formula = ops.rule(call.target).cost.fixed_workspace
+    return 0 if formula is None else formula(call, result)
 
 
 def _copied(call: Call, cost: Cost) -> Bytes:

@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import roamc
 from roamc import cost
 from roamc.codegen.source import emit
+from roamc.cost.tensor_objects import OBJECT
 from roamc.errors import PlanError, VerifyError
 from roamc.graph import Phase, TrainGraph, copied, operators, value_flow, verify
 from roamc.graph.keep import KEEP, KEY
 from roamc.graph.lifetimes import lifetimes, timeline
 from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Numbers
-from roamc.operators import blocks
+from roamc.operators import blocks, ops
 from roamc.operators.fused import Fused
 from roamc.operators.fused import fuse as make_group
 from roamc.options import Options
@@ -286,11 +287,30 @@ def test_a_member_that_works_in_pieces_has_whole_pieces_in_a_block(monkeypatch: 
     assert cost.group_workspace(group, 1) >= 2 << 20, "a value inside and a piece; the profiler measures 16 kB more"
 
 
-def test_what_a_member_takes_for_any_number_of_rows_is_not_less_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 20)
-    nodes = operators(traced(lambda x: aten.gelu(x.sin()).cos(), torch.randn(9602, 64)).graph)
+TAKES_FOR_ANY_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": lambda x, wide: aten.gelu(x.sin()).cos(),
+    "its way back": lambda x, wide: aten.gelu_backward(x, x.sin()).cos(),
+    "its way back, of a gradient in wider rows": lambda x, wide: aten.gelu_backward(wide[:, :64], x.sin()).cos(),
+}
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 13, 1 << 20])
+@pytest.mark.parametrize("name", TAKES_FOR_ANY_ROWS)
+def test_what_a_member_takes_for_any_number_of_rows_it_takes_in_a_block(
+    name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+
+    def members(rows: int) -> list[fx.Node]:
+        graph = traced(TAKES_FOR_ANY_ROWS[name], torch.randn(rows, 64), torch.randn(rows, 128)).graph
+        return [node for node in operators(graph) if not ops.is_view(node.target)]
+
+    nodes = members(9602)
     group, _ = make_group(nodes[-1], nodes)
-    assert cost.group_workspace(group, 1) >= group.block_bytes(1) + cost.workspace_bytes(nodes[1], 1)
+    rows = group.block_rows(1)
+    arguments = sum(node.op == "placeholder" for node in group.body.nodes)
+    beside = group.block_bytes(1) + OBJECT * -(-9602 // rows) * (1 + arguments)
+    assert cost.group_workspace(group, 1) - beside == cost.workspace_bytes(members(rows)[1], 1), f"{rows} rows"
 
 
 def test_a_plan_with_groups_comes_back_from_its_text() -> None:

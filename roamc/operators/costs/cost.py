@@ -41,6 +41,8 @@ class Cost:
         like_first: a CPU's kernel copies the second argument unless both have channels last, or neither has.
         workspace: formula for the workspace on a CPU beside the copies of ``read_as`` and ``like_first``; None if that
             is only what arguments take that are converted to another dtype.
+        fixed_workspace: formula for what it takes beside ``workspace`` on a CPU, the same for any number of rows; None
+            for nothing.
         single_workspace: replaces ``workspace`` where torch computes with one thread; None if they agree.
         thread_workspace: formula for what each of torch's threads takes beside ``workspace``; None for nothing.
         eager_workspace: the same for eager PyTorch, where a kernel of roamc takes another amount; None if they agree.
@@ -59,6 +61,7 @@ class Cost:
     read_as: Mapping[int, Ordered] = field(default_factory=dict)
     like_first: bool = False
     workspace: Workspace | None = None
+    fixed_workspace: Workspace | None = None
     single_workspace: Workspace | None = None
     thread_workspace: Workspace | None = None
     eager_workspace: Workspace | None = None

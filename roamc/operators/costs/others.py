@@ -126,11 +126,17 @@ def gelu(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def gelu_backward(call: Call, result: torch.Tensor) -> Bytes:
-    """Workspace of ``gelu_backward``: what oneDNN takes for itself, and a copy of a gradient that is not contiguous."""
-    grad, x = tensor_at(call, 0), tensor_at(call, 1)
-    if not _gelu_by_onednn(call, x):
-        return 0
-    return GELU_BACKWARD + (0 if grad.is_contiguous() else GRADIENT_MOVED + result.nbytes)
+    """Workspace of ``gelu_backward``: a copy of a gradient that is not contiguous, where it runs by oneDNN."""
+    return result.nbytes if _moves_gradient(call) else 0
+
+
+def gelu_backward_fixed(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``gelu_backward`` for any number of rows: what oneDNN takes for itself, where it runs by oneDNN."""
+    return (GELU_BACKWARD if _gelu_by_onednn(call, tensor_at(call, 1)) else 0) + GRADIENT_MOVED * _moves_gradient(call)
+
+
+def _moves_gradient(call: Call) -> bool:
+    return _gelu_by_onednn(call, tensor_at(call, 1)) and not tensor_at(call, 0).is_contiguous()
 
 
 def _gelu_by_onednn(call: Call, x: torch.Tensor) -> bool:

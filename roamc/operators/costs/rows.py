@@ -129,8 +129,10 @@ ROWS: dict[str, Cost] = {
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _LOSS),
     "pow": Cost("tanh", exponent=1),
     "log_sigmoid_forward": Cost("exponential", read_as={0: plain}),
-    "gelu": Cost("exponential", workspace=others.gelu),
-    "gelu_backward": Cost("exponential_backward", workspace=others.gelu_backward),
+    "gelu": Cost("exponential", fixed_workspace=others.gelu),
+    "gelu_backward": Cost(
+        "exponential_backward", workspace=others.gelu_backward, fixed_workspace=others.gelu_backward_fixed
+    ),
     **dict.fromkeys(
         ("binary_cross_entropy", "soft_margin_loss"),
         Cost("exponential", workspace=others.losses, eager_workspace=others.losses_behind),
