@@ -7,11 +7,11 @@ The passes decide one after the other, so the peak that ``retain`` is asked for 
     peak of the plan   441  above   416  fits   429.6  fits: taken
 
 There is one smallest budget: what the plan of ``"min"`` needs. That plan is looked for without a budget, and then by
-asking for budgets a little below the lowest plan so far until one is refused. It is made before a budget is refused. It
-is also made before a plan is accepted for which ``retain`` did not reach what it was asked for, which happens only near
-the smallest budget. A budget that the plan of ``"min"`` fits is kept, if need be by that plan. For a lower budget the
-error names what that plan needs, even if the search has found a lower one: the smallest budget is the same however it
-is asked for.
+asking for budgets a little below the lowest plan so far until one is refused, in each order in which reruns are looked
+for. It is made before a budget is refused. It is also made before a plan is accepted for which ``retain`` did not reach
+what it was asked for, which happens only near the smallest budget. A budget that the plan of ``"min"`` fits is kept, if
+need be by that plan. For a lower budget the error names what that plan needs, even if the search has found a lower one:
+the smallest budget is the same however it is asked for.
 """
 
 from __future__ import annotations

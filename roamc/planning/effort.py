@@ -19,7 +19,8 @@ class Effort:
             budget. A smaller value makes more plans for less added time.
         time_rounds: times that pass retain is asked in the search for the lowest peak within a share of time. Each
             halves what is left between a peak that takes too long and one that does not.
-        descents: plans that the search for that of ``"min"`` asks for beside those for the fewest live bytes.
+        descents: plans that the search for that of ``"min"`` asks for beside those for the fewest live bytes, for each
+            order in which it looks for reruns.
         descent_share: each of these plans is to need less than the lowest plan so far by this fraction of it. A larger
             value is refused sooner, above the lowest plan that there is.
         nearly_factor: a quick search for a budget makes the plan of ``"min"`` only if it has a plan that needs at most

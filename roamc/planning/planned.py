@@ -131,10 +131,17 @@ def check_budget(planned: Planned, limit: Bytes | None) -> None:
 
 
 def _largest(graph: TrainGraph, count: int = 3) -> str:
-    """Say which are the largest storages, or the workspace, at the step that needs most; at most ``count``."""
+    """Return words that name what takes most bytes at the step that needs most: storages, and its workspace.
+
+    A graph that makes nothing but views has no such step: no storage is allocated.
+
+    Args:
+        graph: the graph behind all passes.
+        count: how many are named, at most.
+    """
     memory = build_memory(graph)
     if not memory.operators:
-        return "objects of views are all that it makes"
+        return "only views are made, and these bytes are their tensor objects"
     born, dead = lifetimes(memory)
     own = workspaces(memory.operators, graph.threads)
     step = int((timeline(sizes(memory.counted), born, dead, len(memory.operators)) + own).argmax())

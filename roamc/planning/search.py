@@ -38,8 +38,12 @@ from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
 from roamc.units import Bytes, Seconds
 
 FEW_RERUNS = 0.01
-"""Share of a step's time up to which reruns are few. In the order with the lowest peak without any, what could run
-again may stand beside the largest results in any case; program order is then tried as well."""
+"""Reruns are few if they add at most this share of a step's time. The order of pass reorder is chosen for the peak
+without reruns. It may make the largest results last, where a value that runs again is made beside them and lowers
+nothing. Where it gives few reruns, they are looked for in program order, too."""
+
+Order = tuple[str, ...]
+"""Names of all operators, first to last."""
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +152,8 @@ class PlanSearch:
         self.plans, self._many = list[Plan](), many
         self._ordered: dict[tuple[bool, str], State] = {}
         self._firsts: dict[Terms, Planned] = {}
-        self._choices: dict[tuple[str, bool], retain.Choice] = {}
+        self._orders: dict[str, tuple[Order, ...]] = {}
+        self._choices: dict[tuple[str, Order], retain.Choice] = {}
         self._minimum: dict[str, Planned] = {}
         self._gathers: dict[str, tuple[tuple[str, str], ...]] = {}
 
@@ -216,8 +221,7 @@ class PlanSearch:
         if not self.counted(planned.plan).adds_at_most(share):
             planned = self._first(Terms(LARGEST, terms.allowed))
         needed, most = planned.plan.needed_bytes, share * planned.plan.step_seconds
-        choice.forget()
-        attempt = functools.partial(self._attempt, Terms(needed, terms.allowed))
+        attempt = self._attempts(Terms(needed, terms.allowed), choice)
         for tried in budget_search.within(attempt, needed, most, effort):
             if tried.asked_bytes + cost.objects(tried.asked_bytes) >= planned.plan.needed_bytes:
                 break  # this one and those behind it can hardly need less
@@ -237,15 +241,17 @@ class PlanSearch:
             allowed: the operators that may run again, "all" or "light", see :class:`Terms`.
         """
         if allowed not in self._minimum:
-            terms = Terms(0, allowed)
+            terms, choices = Terms(0, allowed), [self._choice(allowed)]
             candidates = [self.lowest(terms)]
             if candidates[0].plan.needed_bytes > self._least(terms):
                 candidates.append(self._first(terms))
-            if self._hardly_helps(candidates[0].plan):
-                candidates.append(self._lowest(self._choice(allowed, in_program_order=True), terms))
-            self._choice(allowed).forget()
-            attempt, plans = functools.partial(self._attempt, terms), [_made_already(planned) for planned in candidates]
-            self._minimum[allowed] = budget_search.lower(plans, attempt, self._maker.effort).planned
+            if candidates[0].plan.adds_at_most(FEW_RERUNS):
+                choices = [self._choice(allowed, order) for order in self._orders_of(allowed)]
+                candidates += [self._lowest(choice, terms) for choice in choices[1:]]
+            plans = [_made_already(planned) for planned in candidates]
+            for choice in choices:
+                plans = [budget_search.lower(plans, self._attempts(terms, choice), self._maker.effort)]
+            self._minimum[allowed] = plans[0].planned
         return self._minimum[allowed]
 
     def _search(self, terms: Terms, limit: Bytes) -> list[_Attempt]:
@@ -254,29 +260,23 @@ class PlanSearch:
         def first() -> _Attempt:
             return _made_already(self._first(terms))
 
-        def search(*, in_program_order: bool) -> list[_Attempt]:
-            self._choice(terms.allowed, in_program_order=in_program_order).forget()
-            attempt = functools.partial(self._attempt, terms, in_program_order=in_program_order)
-            return budget_search.search(first, self._least(terms), attempt, limit, self._maker.effort)
-
-        plans = search(in_program_order=False)
-        if all(tried.needed_bytes > limit and self._hardly_helps(tried.planned.plan) for tried in plans):
-            plans += search(in_program_order=True)
+        plans, effort = list[_Attempt](), self._maker.effort
+        for order in self._orders_of(terms.allowed):
+            if all(one.needed_bytes > limit and one.planned.plan.adds_at_most(FEW_RERUNS) for one in plans):
+                attempt = self._attempts(terms, self._choice(terms.allowed, order))
+                plans += budget_search.search(first, self._least(terms), attempt, limit, effort)
         return plans
 
-    def _hardly_helps(self, plan: Plan) -> bool:
-        """Whether little runs again in a plan in the order of :meth:`_in_order`, and another order may be tried."""
-        return plan.adds_at_most(FEW_RERUNS) and other_orders.may_look_again(self.options)
+    def _attempts(self, terms: Terms, choice: retain.Choice) -> Callable[[Bytes], _Attempt]:
+        """Return a function that asks ``choice`` for a number of live bytes, whatever it was asked for before."""
+        choice.forget()
 
-    def _attempt(self, terms: Terms, target: Bytes, *, in_program_order: bool = False) -> _Attempt:
-        """Ask ``retain`` for ``target`` live bytes; the passes behind it run when the plan is read."""
-        decision = self._choice(terms.allowed, in_program_order=in_program_order).decide(target)
-        return _Attempt(
-            decision.peak_bytes,
-            decision.peak_bytes > target,
-            lambda: self._made(decision, terms),
-            decision.added_seconds,
-        )
+        def attempt(target: Bytes) -> _Attempt:
+            decision = choice.decide(target)
+            strained = decision.peak_bytes > target
+            return _Attempt(decision.peak_bytes, strained, lambda: self._made(decision, terms), decision.added_seconds)
+
+        return attempt
 
     def attempt(
         self,
@@ -344,17 +344,29 @@ class PlanSearch:
         """The choice of pass retain: what can be dropped and run again, or encoded, under the terms of the options."""
         return self._choice(self.terms.allowed)
 
-    def _choice(self, allowed: str, *, in_program_order: bool = False) -> retain.Choice:
-        """Return the choice of pass retain for what may run again, by default in the order of :meth:`_in_order`."""
-        key = allowed, in_program_order
-        if key not in self._choices:
-            graph, ordered = self._start.graph, self._in_order(Terms(0, allowed)).decisions.get(reorder.NAME)
-            if ordered and not in_program_order:
-                order = ordered.order
-            else:
-                order = tuple(op.node.name for op in build_memory(graph).operators)
-            self._choices[key] = retain.Choice(graph, self.options, order, self._profile, self._prices, allowed)
-        return self._choices[key]
+    def _choice(self, allowed: str, order: Order | None = None) -> retain.Choice:
+        """Return the choice of pass retain for what may run again, by default in the first of :meth:`_orders_of`."""
+        order = self._orders_of(allowed)[0] if order is None else order
+        if (allowed, order) not in self._choices:
+            choice = retain.Choice(self._start.graph, self.options, order, self._profile, self._prices, allowed)
+            self._choices[allowed, order] = choice
+        return self._choices[allowed, order]
+
+    def _orders_of(self, allowed: str) -> tuple[Order, ...]:
+        """Return the orders in which reruns are looked for, the later ones where the first gives few of them.
+
+        The first is that of pass reorder. Program order follows if it is another one, see :data:`FEW_RERUNS`; it stands
+        alone without that pass.
+        """
+        if allowed not in self._orders:
+            ordered = self._in_order(Terms(0, allowed)).decisions.get(reorder.NAME)
+            orders: tuple[Order, ...] = (ordered.order,) if ordered else ()
+            if not orders or other_orders.may_look_again(self.options):
+                names = (operator.node.name for operator in build_memory(self._start.graph).operators)
+                repeated = dict(self._once(allowed))
+                orders = (*orders, tuple(name for name in names if name not in repeated))
+            self._orders[allowed] = tuple(dict.fromkeys(orders))
+        return self._orders[allowed]
 
     def _least(self, terms: Terms) -> Bytes:
         """Return a lower bound of the live bytes for any order in which nothing runs again; 0 without reorder."""

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -444,16 +445,16 @@ def test_lowest_budget_is_no_more_than_eager_takes_where_most_of_it_is_workspace
 class Products(nn.Module):
     """The order with the lowest peak has the widest product last in backward, where no rerun makes room for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, common: int, widths: Sequence[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, width, bias=False) for width in (768, 1280, 2816, 4352, 3584))
+        self.layers = nn.ModuleList(nn.Linear(common, width, bias=False) for width in widths)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([layer(x).cos().sum() for layer in self.layers]).sum()
 
 
-def products_of_many_widths() -> TrainGraph:
-    return joint_graph(Products(), [torch.randn(256, 256, requires_grad=True)])
+def products_of_many_widths(common: int = 256, widths: Sequence[int] = (768, 1280, 2816, 4352, 3584)) -> TrainGraph:
+    return joint_graph(Products(common, widths), [torch.randn(common, common, requires_grad=True)])
 
 
 def test_reruns_are_looked_for_in_program_order_where_none_helps_in_another() -> None:
@@ -466,8 +467,32 @@ def test_reruns_are_looked_for_in_program_order_where_none_helps_in_another() ->
     assert 0 < between.added_seconds < lowest.added_seconds
 
 
+def test_smallest_budget_is_looked_for_a_little_lower_in_program_order_too() -> None:
+    """There the plan with the fewest live bytes needs 375,812 bytes, and one with four more live bytes 359,428."""
+    graph = products_of_many_widths(64, (264, 48, 200, 280, 248, 64))
+    trials = search.PlanSearch(copied(graph), Options(), many=True)
+    without, lowest = trials.first.plan.needed_bytes, trials.minimum().plan.needed_bytes
+    assert lowest < 0.95 * without
+    for percent in (97, 99, 101, 104):
+        limit = lowest * percent // 100
+        needed = trials.fit(trials.terms_of(limit)).plan.needed_bytes
+        assert lowest <= needed <= max(limit, lowest), f"{percent} % of the smallest budget"
+    smallest_budget_is_one(graph)
+
+
+@pytest.mark.parametrize("budget", ["50%", "min"])
+@pytest.mark.parametrize("seed", [4, 20])
+def test_reruns_are_looked_for_once_where_reorder_keeps_program_order(seed: int, budget: str) -> None:
+    plans = []
+    for order in ("best", "program"):
+        trials = search.PlanSearch(graph_of(seed, "joint"), Options(layout_nodes=10_000, order=order), many=True)
+        needed = trials.fit(trials.terms_of(budget)).plan.needed_bytes
+        plans.append((needed, len(trials.plans)))
+    assert plans[0] == plans[1]
+
+
 def test_budget_below_a_graph_of_views_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"memory_budget=1 B, .*; objects of views are all that it makes\. Raise"):
+    with pytest.raises(BudgetError, match=r"memory_budget=1 B, .*; only views are made, .* tensor objects\. Raise"):
         search.run(traced(lambda x: x.view(2, 2), torch.ones(4)), Options(memory_budget=1))
 
 
@@ -482,12 +507,12 @@ def test_lowest_peak_is_no_higher_than_that_of_a_search_for_none_and_has_a_bound
         assert 0 < lowest.bound_seconds <= lowest.added_seconds
 
 
-def smallest_budget_is_one(seed: int, route: str) -> None:
+def smallest_budget_is_one(graph: TrainGraph) -> None:
     """What "min" needs is kept, what is below it is refused, and the error names it."""
-    graph, options = graph_of(seed, route), Options(layout_nodes=10_000)
+    options = Options(layout_nodes=10_000)
     lowest = search.run(copied(graph), dataclasses.replace(options, memory_budget="min")).plan.needed_bytes
     kept = search.run(copied(graph), dataclasses.replace(options, memory_budget=lowest)).plan
-    assert kept.needed_bytes <= lowest, f"seed {seed}, {route}"
+    assert kept.needed_bytes <= lowest
     for limit in (lowest - 1, lowest * 98 // 100, lowest * 9 // 10):
         with pytest.raises(BudgetError, match=rf"\({lowest} bytes\)"):
             search.run(copied(graph), dataclasses.replace(options, memory_budget=limit))
@@ -504,11 +529,11 @@ def graph_of(seed: int, route: str) -> TrainGraph:
 @pytest.mark.parametrize("route", ["step", "joint", "without loss"])
 @pytest.mark.parametrize("seed", [15, 21])
 def test_there_is_one_smallest_budget(seed: int, route: str) -> None:
-    smallest_budget_is_one(seed, route)
+    smallest_budget_is_one(graph_of(seed, route))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("route", ["step", "joint", "without loss"])
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 7, 8, 9, 11, 12, 14, 16, 18])
 def test_there_is_one_smallest_budget_for_each_of_twelve_models(seed: int, route: str) -> None:
-    smallest_budget_is_one(seed, route)
+    smallest_budget_is_one(graph_of(seed, route))
