@@ -19,7 +19,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from torch import nn
 from roamc import compat
 from roamc.capture.python_names import (
     ABSENT,
+    BUILTIN,
     CACHED,
     FUNCTIONS,
     GETTERS,
@@ -40,7 +40,7 @@ from roamc.capture.python_names import (
     parameters_in,
     variables_of,
 )
-from roamc.capture.python_uses import ADDING, ANY, Use, is_entry_looked_into, is_looked_into, looked_into
+from roamc.capture.python_uses import ADDING, ANY, Use, looked_into
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 """Types whose values never change: a key holds the value itself, see :func:`of_plain`."""
@@ -123,9 +123,10 @@ class Seen:
         owners: identities of the objects that are called, or whose methods are.
         holders: numbers for what has no identity that counts, such as a functools.partial.
         shared: what classes have for their objects, for objects that are alike: looked up once.
+        methods: whether all methods of the user's classes count, as where it is not known which are called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, methods: bool = False) -> None:
         self.places: dict[Place, object] = {}
         self.functions: set[object] = set()
         self.around: set[int] = set()
@@ -136,6 +137,7 @@ class Seen:
         self.objects: dict[int, object] = {}
         self.owners: set[int] = set()
         self.holders = itertools.count()
+        self.methods = methods
         self.shared: dict[object, list[tuple[tuple[int, str], object]]] = {}
 
     def uses(self) -> frozenset[Use]:
@@ -157,78 +159,6 @@ class Seen:
         """Add an object that is called, or whose method is, to ``objects``."""
         self.owners.add(id(value))
         self.objects.setdefault(id(value), value)
-
-
-def changed(before: Mapping[Place, object], after: Mapping[Place, object], uses: AbstractSet[Use]) -> frozenset[Place]:
-    """Return the places at which a trace has left something that the next step does not read as another value.
-
-    Such are a list to which a function only appends and a tensor that it keeps. Functions that it exchanges, a number
-    that it counts up and numbers in a list that it reads, too, are not among them: the next step reads other ones, and
-    is traced anew.
-
-    Args:
-        before: ``Seen.places`` before the trace.
-        after: the same after it.
-        uses: what the functions look into, see :meth:`Seen.uses`.
-    """
-    pairs = ((place, before.get(place), after.get(place)) for place in {**before, **after})
-    return frozenset(
-        place for place, old, new in pairs if old != new and not is_read_anew(old, new, _is_looked_into(place, uses))
-    )
-
-
-def _is_looked_into(place: Place, uses: AbstractSet[Use]) -> bool:
-    _, kind, name, *keys = place
-    ask = is_entry_looked_into if keys else is_looked_into
-    return ask(uses, isinstance(kind, str), name, *keys)
-
-
-def is_read_anew(before: object, after: object, looked: bool) -> bool:
-    """Return whether the next step reads another value of what a trace has changed.
-
-    Args:
-        before: its key before the trace; None is the key of nothing.
-        after: its key after the trace.
-        looked: whether code does more with it than to add to it.
-    """
-    return _is_counted(before, after) or (looked and _is_longer(before, after))
-
-
-def _is_longer(before: object, after: object) -> bool:
-    """Return whether a trace has made a container, described by two keys, or made it longer by what are no tensors.
-
-    None is the key of nothing.
-    """
-    if not after or not isinstance(after, tuple) or not isinstance(before, tuple | None):
-        return False
-    old = before or (after[0], ())
-    if after[0] is old[0] and after[0] in CONTAINERS and len(after[1]) > len(old[1]):
-        return not _has_traced(after)
-    return len(old) == len(after) and any(map(_is_longer, old, after))
-
-
-def _has_traced(described: object) -> bool:
-    inside = described if isinstance(described, tuple | frozenset) else ()
-    return described == TRACED or any(map(_has_traced, inside))
-
-
-def _is_counted(before: object, after: object) -> bool:
-    """Return whether two keys differ in values that are there behind the trace, too; None is the key of nothing.
-
-    They do not if a container has grown or shrunk, or if there is a tensor now that the trace has made.
-    """
-    if not isinstance(before, tuple) or not isinstance(after, tuple):
-        return after != TRACED and (before is not None or _is_plain(after))
-    return len(before) == len(after) and all(map(_is_counted, before, after))
-
-
-def _is_plain(described: object) -> bool:
-    """Whether a key is one of :func:`of_plain`, the bytes of an array, or None."""
-    return (
-        described is None
-        or isinstance(described, bytes)
-        or (isinstance(described, tuple) and described[:1] != () and described[0] in PLAIN)
-    )
 
 
 def of_plain(value: object) -> tuple[object, ...]:
@@ -304,7 +234,7 @@ def of_identity(value: object) -> object:
 
 def of_content(value: object) -> object:
     """Return a key of ``value``; of a function, with what it reads of the objects that it names."""
-    seen = Seen()
+    seen = Seen(methods=True)
     described = of_value(value, 0, seen)
     return (described, complete(seen)) if seen.places or seen.objects else described
 
@@ -359,8 +289,11 @@ def _container(value: Any, depth: int, seen: Seen) -> object:
 
 def _record(value: Any, depth: int, seen: Seen) -> object:
     """Describe an object, such as a configuration, by identity and attributes; without those if one lies too deep."""
-    if depth:  # the functions read it by way of what it lies in
+    kind: type = type(value)
+    if depth or seen.methods:  # the functions read it by way of what it lies in
         seen.note(value)
+    if seen.methods:
+        seen.names.update(dict.fromkeys(_methods_of(kind)))
     if (content := _bytes_of(value)) is not None:
         return Same(value), content
     own = _attributes_in(value)
@@ -423,7 +356,7 @@ def _function(value: Any, seen: Seen) -> object:
         seen.names.update(dict.fromkeys(parts))
         seen.looked.update(Use(False, part, False) for part in parts)
         return Same(value)
-    if isinstance(value, types.BuiltinFunctionType):
+    if isinstance(value, BUILTIN):
         return _builtin(value, seen)
     if id(value) not in seen.functions:
         seen.functions.add(id(value))
@@ -437,7 +370,7 @@ def _function(value: Any, seen: Seen) -> object:
     return Same(value), value.__code__
 
 
-def _builtin(value: types.BuiltinFunctionType, seen: Seen) -> object:
+def _builtin(value: types.BuiltinFunctionType | types.MethodWrapperType, seen: Seen) -> object:
     """Describe a built-in function, with its object if it is a method."""
     if value in READERS:
         seen.names.update(dict.fromkeys(WHOLE))
@@ -453,12 +386,13 @@ def _builtin(value: types.BuiltinFunctionType, seen: Seen) -> object:
 def _by_parameter(value: functools.partial[Any], seen: Seen) -> list[tuple[object, object]]:
     """Return what a partial holds by the names of its function's parameters; by numbers where these are not known.
 
-    What is held under a number, or for a function whose code is not known, counts as looked into.
+    What is held for no parameter that is known counts as looked into.
     """
     code = getattr(value.func, "__code__", None)
     first = () if code is None else parameters_in(code)[0][isinstance(value.func, types.MethodType) :]
+    parameters = () if code is None else {name for names in parameters_in(code) for name in names}
     names = (*first[: len(value.args)], *range(len(first), len(value.args)), *value.keywords)
-    seen.looked.update(Use(True, name, False) for name in names if code is None or isinstance(name, int))
+    seen.looked.update(Use(True, name, False) for name in names if name not in parameters)
     return list(zip(names, (*value.args, *value.keywords.values()), strict=True))
 
 
@@ -524,7 +458,15 @@ def _shared_by(owner: object, kinds: Iterable[type], seen: Seen) -> Iterator[tup
             continue
         for name, value in kind.__dict__.items():
             if name in seen.names or _is_implied(name, value, owner):
-                yield (number, name), _unwrapped(value)
+                yield (number, name), unwrapped(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _methods_of(kind: type) -> tuple[str, ...]:
+    """Names of the functions and properties that a class has for its objects, but for those of installed classes."""
+    users = (base for base in kind.__mro__ if not is_installed(sys.modules.get(base.__module__)))
+    named = (pair for base in users for pair in base.__dict__.items())
+    return tuple(name for name, value in named if isinstance(unwrapped(value), FUNCTIONS) and name not in _OF_LIFE)
 
 
 def implied_by(kind: type) -> Iterator[object]:
@@ -546,9 +488,12 @@ def _is_implied(name: str, value: object, owner: object) -> bool:
     return called and name.startswith("__") and isinstance(value, types.FunctionType)
 
 
-def _unwrapped(value: object) -> object:
+def unwrapped(value: object) -> object:
+    """Return the function of a method of a class, or of a property; other values as they are."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
+    if isinstance(value, functools.cached_property | functools.partialmethod | functools.singledispatchmethod):
+        return value.func
     return value.fget if isinstance(value, property) else value
 
 

@@ -18,9 +18,12 @@ CACHED = type(functools.cache(len))
 GETTERS = (operator.attrgetter, operator.methodcaller)
 """Functions that hold the names of the attributes that they read."""
 
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, CACHED, *GETTERS)
+BUILTIN = (types.BuiltinFunctionType, types.MethodWrapperType)
+"""Functions of Python's own, and methods such as ``[].append`` and ``[].__len__``."""
 
-WHOLE = ("vars", "asdict", "__dict__", "__getattribute__", "attrgetter")
+FUNCTIONS = (types.FunctionType, *BUILTIN, types.MethodType, functools.partial, CACHED, *GETTERS)
+
+WHOLE = ("vars", "asdict", "astuple", "__dict__", "__getattribute__", "attrgetter")
 """Names by which a function reads all attributes of an object, or any of them."""
 
 READERS = (getattr, vars)

@@ -28,20 +28,21 @@ import torch
 from torch import nn
 
 from roamc import compat_hooks
+from roamc.capture.python_changes import is_read_anew
 from roamc.capture.python_keys import (
     PLAIN,
     Seen,
     implied_by,
-    is_read_anew,
     of_called,
     of_content,
     of_identity,
     of_plain,
     of_value,
     slots_of,
+    unwrapped,
 )
-from roamc.capture.python_names import ABSENT, FUNCTIONS, is_torch
-from roamc.capture.python_uses import looks_into
+from roamc.capture.python_names import ABSENT, FUNCTIONS, attributes_in, is_torch
+from roamc.capture.python_uses import is_looked_into, looked_into, looks_into
 from roamc.compat_eager import is_of_tracer
 
 OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -122,6 +123,7 @@ class Slot:
         value = owner.__dict__.get(self.name, ABSENT) if owner is not None else ABSENT
         if not self.inside:
             return of_identity(value)
+        value = unwrapped(value) if isinstance(owner, type) else value
         if cache is None:
             return of_content(value)
         if id(value) not in cache:
@@ -142,6 +144,8 @@ class Reads:
         self._read: set[tuple[int, str]] = set()
         self._written: set[tuple[int, str]] = set()
         self._looked: set[tuple[int, str]] = set()
+        self._followed: set[tuple[type, types.CodeType]] = set()
+        self._first = _contents_of(described)
 
     def hold(self) -> bool:
         """Whether every attribute has the value that the trace read; those of modules that are gone do not count."""
@@ -154,7 +158,7 @@ class Reads:
         If the attribute is found on a class, the value is noted for that class. No value is noted for an attribute
 
         - that the trace has set itself, or that every module has, but for hooks of other modules;
-        - that is a property, or comes from a class of torch;
+        - that comes from a class of torch;
         - that is a plain value or a function and belongs to one of the modules that are ``described``.
         """
         if name.startswith("__") or (name in OWN and (name not in HOOKS or id(module) in self._described)):
@@ -168,13 +172,34 @@ class Reads:
         self._note(owner, name)
         if looks_into(frame, name):
             self._looked.add((id(owner), name))
+        function = unwrapped(owner.__dict__[name])
+        if isinstance(function, types.FunctionType):
+            self._read_by_class(type(module), function.__code__)
+
+    def _read_by_class(self, kind: type, code: types.CodeType) -> None:
+        """Note what a method may read of its class ``kind`` by another name than the object's, such as ``cls.log``."""
+        if (kind, code) in self._followed:
+            return
+        self._followed.add((kind, code))
+        for name in attributes_in(code):
+            owner = None if name.startswith("__") else _class_with(kind, name)
+            if owner is not None:
+                self._note(owner, name)
+                if is_looked_into(looked_into(code), False, name):
+                    self._looked.add((id(owner), name))
 
     def _note(self, owner: nn.Module | type, name: str) -> None:
         """Note the value of an attribute, unless that has been done, or the trace has set it."""
         key = id(owner), name
         if key not in self._slots and key not in self._written:
             slot = Slot(weakref.ref(owner), name)
-            self._slots[key] = slot, slot.now()
+            self._slots[key] = slot, self._first[key] if key in self._first else slot.now()
+
+    def miss(self, module: nn.Module, name: str) -> None:
+        """Note that the trace asks one of the ``described`` modules in vain for an attribute, which it may set then."""
+        held = (module._parameters, module._buffers, module._modules)
+        if id(module) in self._described and not name.startswith("__") and not any(name in names for names in held):
+            self._note(module, name)
 
     def read_whole(self, module: nn.Module, attributes: Mapping[str, object], frame: types.FrameType) -> None:
         """Note that ``frame`` reads ``module.__dict__``, and so may read any of ``attributes`` past :meth:`read`."""
@@ -198,7 +223,8 @@ class Reads:
         One such value is a list to which forward only appends; none is a dict in which it counts up a number.
         """
         for key, (slot, before) in self._slots.items():
-            if key not in self._written and not is_read_anew(before, slot.now(), key in self._looked):
+            now = slot.now()
+            if key not in self._written and before != now and not is_read_anew(before, now, key in self._looked):
                 by_identity = Slot(slot.owner, slot.name, inside=False)
                 self._slots[key] = by_identity, by_identity.now()
 
@@ -219,15 +245,29 @@ def followed(described: Sequence[nn.Module]) -> Iterator[Reads]:
     reads.end()
 
 
-def _class_with(kind: type, name: str) -> type | None:
-    """Return the class that gives its instances an attribute, as a value or a method.
+def _contents_of(modules: Sequence[nn.Module]) -> dict[tuple[int, str], object]:
+    """Return the keys of what attributes hold that a trace may change in place, by module and name.
 
-    None for an attribute that is computed (a property) or comes from a class of torch, which does not change.
+    It may do so by another name of the same list or object, before it reads the attribute.
+    """
+    cache: dict[int, object] = {}
+    names = ((module, name) for module in modules for name, value in vars(module).items() if _may_change(name, value))
+    return {(id(module), name): Slot(weakref.ref(module), name).now(cache) for module, name in names}
+
+
+def _may_change(name: str, value: object) -> bool:
+    return name not in OWN and not isinstance(value, (*PLAIN, *FUNCTIONS, nn.Module, torch.Tensor))
+
+
+def _class_with(kind: type, name: str) -> type | None:
+    """Return the class that gives its instances an attribute, as a value, a method or a property.
+
+    None for the slot of an object, and for what comes from a class of torch, which does not change.
     """
     for base in kind.__mro__:
         if name in base.__dict__:
-            computed = hasattr(type(base.__dict__[name]), "__set__")
-            return None if computed or is_torch(base.__module__) or base is object else base
+            slot = isinstance(base.__dict__[name], types.MemberDescriptorType | types.GetSetDescriptorType)
+            return None if slot or is_torch(base.__module__) or base is object else base
     return None
 
 
@@ -238,7 +278,12 @@ def _watched(reads: Reads) -> Iterator[None]:
     set_plainly = nn.Module.__setattr__
 
     def get(module: nn.Module, name: str) -> Any:
-        value = object.__getattribute__(module, name)
+        try:
+            value = object.__getattribute__(module, name)
+        except AttributeError:
+            if threading.get_ident() == thread:
+                reads.miss(module, name)
+            raise
         if threading.get_ident() == thread:
             frame = sys._getframe(1)
             if name != "__dict__":

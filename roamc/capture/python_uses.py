@@ -54,8 +54,9 @@ class Use(NamedTuple):
 def looked_into(code: types.CodeType) -> frozenset[Use]:
     """Return what a function and those inside it use for more than to add to it, as a log is used.
 
-    To ask whether it is there or None, and to give it another name, is no such use. A function that computes names
-    of attributes may use any.
+    To ask whether it is there or None is no such use: what a trace has brought there is read anew in any case. To put
+    an entry there, or to give it another name, is none either. A function that computes names of attributes may use
+    any.
     """
     computed = any(name in WHOLE for name in attributes_in(code))
     uses = {use for part in codes_in(code) for use in _looked_into(part)}
@@ -95,12 +96,14 @@ def _looked_into(code: types.CodeType) -> Iterator[Use]:
         variable = step.opname in (*VARIABLES, *OUTER) or (step.opname.startswith(LOCAL) and step.argval in parameters)
         word = step.opname == "LOAD_CONST" and isinstance(step.argval, str)
         if variable or word or step.opname in ATTRIBUTES:
-            keyed = _keyed(steps, at, frozenset())
+            keyed = _keyed(steps, at)
             if keyed is not None:
                 yield Use(variable, step.argval, keyed)
 
 
-def _keyed(steps: Sequence[dis.Instruction], begin: int, renamed: frozenset[str]) -> bool | None:
+def _keyed(
+    steps: Sequence[dis.Instruction], begin: int, renamed: frozenset[str] = frozenset(), indexed: bool = False
+) -> bool | None:
     """Return ``Use.keyed`` of what the step at ``begin`` puts on Python's stack; None if it is not looked into.
 
     The steps behind are followed to the one that takes it off the stack; from there, its entry if that is what they
@@ -110,6 +113,7 @@ def _keyed(steps: Sequence[dis.Instruction], begin: int, renamed: frozenset[str]
         steps: those of a function.
         begin: the index of one of them.
         renamed: local variables that are being followed.
+        indexed: whether it is an element, or an entry by a computed key: to ask for one asks how many there are.
     """
     is_key = steps[begin].opname == "LOAD_CONST"
     if is_key and _is_asked_for(steps, begin):
@@ -119,34 +123,42 @@ def _keyed(steps: Sequence[dis.Instruction], begin: int, renamed: frozenset[str]
     for at in range(begin + 1, len(steps)):
         step, effect = steps[at], dis.stack_effect(steps[at].opcode, steps[at].arg, jump=False)
         if step.opname == "BINARY_SUBSCR" and above == (0 if is_key else 1):
-            if keyed is None:
-                keyed = steps[at - 1].opname == "LOAD_CONST" and isinstance(steps[at - 1].argval, str)
+            written = is_key or (steps[at - 1].opname == "LOAD_CONST" and isinstance(steps[at - 1].argval, str))
+            keyed = written if keyed is None else keyed
+            indexed |= not written
             is_key, above = False, 0
+        elif step.opname == "STORE_SUBSCR" and above == 1 and not is_key:
+            return None
         elif above or step.opname in _PUT or step.opname.startswith(LOCAL):
             above += effect
             computed = step.opname in (*_PUT, *_COMPUTE, *ATTRIBUTES) or step.opname.startswith(LOCAL)
             if above < 1 or not computed:
                 break
         elif step.opname == "STORE_FAST" and not is_key and step.argval not in renamed:
-            uses = _keyed_of_local(steps, step.argval, renamed | {step.argval})
+            uses = _keyed_of_local(steps, step.argval, renamed | {step.argval}, indexed)
             return uses if uses is None or keyed is None else keyed
-        elif not is_key and (_asks_for_none(step) or (step.opname in ATTRIBUTES and step.argval in ADDING)):
+        elif not is_key and ((_asks_for_none(step) and not indexed) or _adds(step)):
             return None
         else:
             break
     return bool(keyed)
 
 
-def _keyed_of_local(steps: Sequence[dis.Instruction], name: str, renamed: frozenset[str]) -> bool | None:
+def _keyed_of_local(steps: Sequence[dis.Instruction], name: str, renamed: frozenset[str], indexed: bool) -> bool | None:
     """Return the same for all that a local variable may be, wherever it is read."""
-    read = (at for at, step in enumerate(steps) if step.opname.startswith(LOCAL) and step.argval == name)
-    uses = [keyed for at in read if (keyed := _keyed(steps, at, renamed)) is not None]
-    return all(uses) if uses else None
+    read = [at for at, step in enumerate(steps) if step.opname.startswith(LOCAL) and step.argval == name]
+    uses = [keyed for at in read if (keyed := _keyed(steps, at, renamed, indexed)) is not None]
+    return all(uses) if uses or (indexed and not read) else None
 
 
 def _asks_for_none(step: dis.Instruction) -> bool:
     """Whether a step goes on elsewhere if a value is None, or if it is not."""
     return step.opname.startswith("POP_JUMP") and "NONE" in step.opname
+
+
+def _adds(step: dis.Instruction) -> bool:
+    """Whether a step takes a method off an object that adds to it."""
+    return step.opname in ATTRIBUTES and step.argval in ADDING
 
 
 def _is_asked_for(steps: Sequence[dis.Instruction], at: int) -> bool:

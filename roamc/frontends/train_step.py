@@ -21,6 +21,7 @@ from roamc.capture import attributes, fully_sharded, python_keys, python_state, 
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import NodeHooks, check_iterators, hooks_key
 from roamc.capture.optimizers import rule_for
+from roamc.capture.python_changes import changed
 from roamc.capture.replicas import check_around, check_whole
 from roamc.capture.shared import check_shared, check_state, shared_key
 from roamc.capture.step import CapturedStep, Cohort, Source, capture_step, optimizer_key
@@ -111,7 +112,7 @@ class _Key:
     @staticmethod
     def of(before: _Known, after: _Known, reads: python_state.Reads) -> _Key:
         """Return the key for what was known before a trace and behind it, and what it has read of modules."""
-        left = python_keys.changed(before[1].places, after[1].places, after[1].uses())
+        left = changed(before[1].places, after[1].places, after[1].uses())
         places = _without(before[1].places, left)
         lasting = before[0] == after[0] and places == _without(after[1].places, left) and reads.hold()
         return _Key(before[0], places, left, reads, lasting)

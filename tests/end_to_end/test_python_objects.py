@@ -303,6 +303,67 @@ def test_a_part_of_an_object_that_forward_reads(name: str) -> None:
     assert len(step._steps) == 2
 
 
+class Helper:
+    def scale(self) -> float:
+        return HIDDEN.scale  # type: ignore[no-any-return]
+
+    __call__ = scale
+
+
+class Ways(nn.Module):
+    """Reads a number of its class, or of a global object, by one way."""
+
+    SCALE = 1.0
+
+    def __init__(self, way: Callable[[Ways], float]) -> None:
+        super().__init__()
+        self.linear, self.way, self.helper, self.helpers = nn.Linear(8, 8), way, Helper(), {"first": [Helper()]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.linear(x) * self.way(self)
+        return scaled
+
+    scaled = property(lambda self: HIDDEN.scale)
+    added = functools.partialmethod(lambda self, more: HIDDEN.scale + more, 1.0)
+
+    @staticmethod
+    def static() -> float:
+        return HIDDEN.scale  # type: ignore[no-any-return]
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.SCALE
+
+    def of_its_type(self) -> float:
+        return type(self).SCALE
+
+
+WAYS: dict[str, Callable[[Ways], float]] = {
+    "a property": lambda m: m.scaled,
+    "a partial method": lambda m: m.added(),
+    "a static method": lambda m: m.static(),
+    "a class method": lambda m: m.of_class(),
+    "its type": lambda m: m.of_its_type(),
+    "an object's method": lambda m: m.helper.scale(),
+    "an object that is called": lambda m: m.helper(),
+    "the method of an object in lists": lambda m: m.helpers["first"][0].scale(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_forward_reads_by_way_of_its_class_and_objects(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Ways(WAYS[way])
+    twin = copy.deepcopy(model)
+    step, reference = roamc.train_step(model, square, sgd(model), strict=True), sgd(twin)
+    for number in range(4):
+        if number == 2:
+            monkeypatch.setattr(HIDDEN, "scale", 3.0)
+            monkeypatch.setattr(Ways, "SCALE", 3.0)
+        assert_same(step(X), eager_step(twin, square, reference, X), f"loss of step {number}")
+    assert_same(tensors_of(model), tensors_of(twin))
+    assert len(step._steps) == 2
+
+
 def test_what_the_loss_does_not_read_of_an_object_makes_no_capture() -> None:
     model = nn.Linear(8, 8)
     step = roamc.train_step(model, by_config, sgd(model), strict=True)

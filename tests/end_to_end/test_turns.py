@@ -26,6 +26,15 @@ def two() -> float:
     return 2.0
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def add(self, value: float) -> float:
+        self.values.append(value)
+        return sum(self.values)
+
+
 class Turning(nn.Module):
     """Turns something, and then scales its result by what that is."""
 
@@ -37,7 +46,7 @@ class Turning(nn.Module):
         self.scales: Any = [one, two]
         self.by_name, self.pair = {"first": one, "second": two}, SimpleNamespace(first=one, second=two)
         self.factors = [torch.tensor(1.0), torch.tensor(2.0)]
-        self.turn = turn
+        self.turn, self.meter = turn, Meter()
 
     def forward(self, x: Tensor) -> Tensor:
         factor = self.turn(self)
@@ -155,9 +164,53 @@ def log_by_another_name(m: Any) -> float:
     return float(len(names))
 
 
-@pytest.mark.parametrize(
-    "turn", [log_of_numbers, log_in_a_dict, log_in_its_dict, log_by_a_computed_name, log_by_another_name]
-)
+def log_with_two_names(m: Any) -> float:
+    if not hasattr(m, "others"):
+        m.others = m.names
+    m.names.append("d")
+    return float(len(m.others))
+
+
+def log_by_a_method_of_its(m: Any) -> float:
+    if not hasattr(m, "note"):
+        m.note = m.names.append
+    m.note("d")
+    return float(len(m.names))
+
+
+def log_that_is_cleared(m: Any) -> float:
+    m.names.append("d")
+    if len(m.names) >= 5:
+        m.names.clear()
+    return 1.0 + len(m.names)
+
+
+def log_of_an_object(m: Any) -> float:
+    return float(m.meter.add(1.0))
+
+
+def log_that_may_be_missing(m: Any) -> float:
+    missing = not hasattr(m, "calls")
+    if missing:
+        m.calls = []
+    m.calls.append(1)
+    return 2.0 if missing else 1.0
+
+
+def log_with_elements_that_may_be_none(m: Any) -> float:
+    last = m.names[-1]
+    m.names.append("d" if last is None else None)
+    return 2.0 if last is None else 1.0
+
+
+READ_LOGS = [
+    *(log_of_numbers, log_in_a_dict, log_in_its_dict, log_by_a_computed_name, log_by_another_name),
+    *(log_with_two_names, log_by_a_method_of_its, log_that_is_cleared, log_of_an_object, log_that_may_be_missing),
+    log_with_elements_that_may_be_none,
+]
+
+
+@pytest.mark.parametrize("turn", READ_LOGS)
 def test_a_log_that_forward_reads_is_as_long_as_in_eager(turn: Callable[[Any], float]) -> None:
     assert_turns(Turning(turn), square, square, plans=7)
 
@@ -244,6 +297,54 @@ def by_a_named_default() -> Callable[..., Tensor]:
     return loss
 
 
+def by_a_named_partial() -> Callable[..., Tensor]:
+    def loss(model: nn.Module, x: Tensor, **kept: list[int]) -> Tensor:
+        kept["log"].append(1)
+        return square(model, x) * len(kept["log"])
+
+    return functools.partial(loss, log=[0])
+
+
+class Growing(list[int]):
+    def append(self, value: int) -> int:  # type: ignore[override]
+        super().append(value)
+        return len(self)
+
+
+def by_a_list_of_its_own_kind() -> Callable[..., Tensor]:
+    log = Growing()
+    return lambda model, x: square(model, x) * log.append(1)
+
+
+def by_a_length() -> Callable[..., Tensor]:
+    log = [0]
+    length = log.__len__
+    return lambda model, x: (log.append(1), square(model, x) * length())[1]
+
+
+def by_a_dict_that_grows() -> Callable[..., Tensor]:
+    rows: dict[int, list[int]] = {}
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        rows[len(rows)] = []
+        return square(model, x) * len(rows)
+
+    return loss
+
+
+class Lazy:
+    """A loss that makes its log in its first call."""
+
+    log: list[int] | None = None
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        factor = 2.0 if self.log is None else 1.0
+        if self.log is None:
+            self.log = []
+        self.log.append(1)
+        return square(model, x) * factor
+
+
 def by_a_partial() -> Callable[..., Tensor]:
     def loss(log: list[int], model: nn.Module, x: Tensor) -> Tensor:
         log.append(1)
@@ -252,7 +353,13 @@ def by_a_partial() -> Callable[..., Tensor]:
     return functools.partial(loss, [0])
 
 
-@pytest.mark.parametrize("loss", [Reading, ReadingOne, ReadingAny, by_default, by_a_named_default, by_a_partial])
+READING = [
+    *(Reading, ReadingOne, ReadingAny, Lazy, by_default, by_a_named_default, by_a_partial, by_a_named_partial),
+    *(by_a_list_of_its_own_kind, by_a_length, by_a_dict_that_grows),
+]
+
+
+@pytest.mark.parametrize("loss", READING)
 def test_logs_that_a_loss_reads_are_as_long_as_in_eager(loss: Callable[[], Callable[..., Tensor]]) -> None:
     assert_turns(nn.Linear(8, 8), loss(), loss(), plans=7)
 
