@@ -330,7 +330,7 @@ def test_plan_with_reruns_gives_the_same_program_and_bits_on_a_fresh_capture(see
 
 @pytest.mark.parametrize("route", ["step", "joint"])
 def test_sequence_of_reruns_in_a_plan_says_nothing(route: str) -> None:
-    graph, _ = graph_and_inputs(*random_model(2), route)
+    graph, _ = graph_and_inputs(*random_model(5), route)
     original = search.run(copied(graph), Options(memory_budget="min"))
     data = json.loads(original.plan.to_json())
     data["decisions"]["retain"]["reruns"].reverse()
