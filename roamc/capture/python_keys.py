@@ -37,6 +37,7 @@ from roamc.capture.python_names import (
     attributes_in,
     is_installed,
     is_torch,
+    libraries_of,
     parameters_in,
     variables_of,
 )
@@ -117,7 +118,7 @@ class Seen:
         around: identities of the containers and objects that are being described: one may hold itself.
         left: elements that may still be looked into, see ``MANY``.
         names: attributes that the functions read, of whatever object, in the order in which they came.
-        codes: the code of the functions.
+        users: the functions that are not torch's.
         looked: what is looked into beside what the functions' code says.
         objects: objects, classes and Python modules that the functions name, by identity.
         owners: identities of the objects that are called, or whose methods are.
@@ -132,7 +133,7 @@ class Seen:
         self.around: set[int] = set()
         self.left = MANY
         self.names: dict[str, None] = {}
-        self.codes: list[types.CodeType] = []
+        self.users: list[types.FunctionType] = []
         self.looked: set[Use] = set()
         self.objects: dict[int, object] = {}
         self.owners: set[int] = set()
@@ -142,7 +143,8 @@ class Seen:
 
     def uses(self) -> frozenset[Use]:
         """Return what the functions look into, see :func:`roamc.capture.python_uses.looked_into`."""
-        return frozenset(self.looked).union(*map(looked_into, self.codes))
+        each = (looked_into(function.__code__, libraries_of(function)) for function in self.users)
+        return frozenset(self.looked).union(*each)
 
     def note(self, value: object) -> bool:
         """Return whether functions may read attributes of ``value``; if so, add it to ``objects``.
@@ -289,11 +291,11 @@ def _container(value: Any, depth: int, seen: Seen) -> object:
 
 def _record(value: Any, depth: int, seen: Seen) -> object:
     """Describe an object, such as a configuration, by identity and attributes; without those if one lies too deep."""
-    kind: type = type(value)
-    if depth or seen.methods:  # the functions read it by way of what it lies in
+    kind: Any = type(value)
+    methods = _methods_of(kind) if seen.methods else ()
+    if depth or methods:  # the functions read it by way of what it lies in
         seen.note(value)
-    if seen.methods:
-        seen.names.update(dict.fromkeys(_methods_of(kind)))
+    seen.names.update(dict.fromkeys(methods))
     if (content := _bytes_of(value)) is not None:
         return Same(value), content
     own = _attributes_in(value)
@@ -362,7 +364,7 @@ def _function(value: Any, seen: Seen) -> object:
         seen.functions.add(id(value))
         if not is_torch(value.__module__):
             seen.names.update(dict.fromkeys(attributes_in(value.__code__)))
-            seen.codes.append(value.__code__)
+            seen.users.append(value)
         if value.__dict__:
             seen.own(value)
         for name, item in variables_of(value):

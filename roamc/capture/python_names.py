@@ -85,6 +85,12 @@ def variables_of(function: types.FunctionType) -> list[tuple[tuple[str, str], ob
     return [(name, item) for name, item in named if item is not ABSENT]
 
 
+def libraries_of(function: types.FunctionType) -> frozenset[str]:
+    """Return the names of the global variables of a function that are installed Python modules."""
+    named = ((name, function.__globals__.get(name)) for name in globals_in(function.__code__))
+    return frozenset(name for name, value in named if isinstance(value, types.ModuleType) and is_installed(value))
+
+
 def parameters_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of a function's parameters: those of positional arguments, and those of named ones only."""
     names, positional = code.co_varnames, code.co_argcount

@@ -41,7 +41,7 @@ from roamc.capture.python_keys import (
     slots_of,
     unwrapped,
 )
-from roamc.capture.python_names import ABSENT, FUNCTIONS, attributes_in, is_torch
+from roamc.capture.python_names import ABSENT, FUNCTIONS, attributes_in, is_installed, is_torch
 from roamc.capture.python_uses import is_looked_into, looked_into, looks_into
 from roamc.compat_eager import is_of_tracer
 
@@ -262,12 +262,14 @@ def _may_change(name: str, value: object) -> bool:
 def _class_with(kind: type, name: str) -> type | None:
     """Return the class that gives its instances an attribute, as a value, a method or a property.
 
-    None for the slot of an object, and for what comes from a class of torch, which does not change.
+    None for what comes from a class of torch, which does not change, and for what is computed in another way than by a
+    property, or by one of an installed class.
     """
     for base in kind.__mro__:
         if name in base.__dict__:
-            slot = isinstance(base.__dict__[name], types.MemberDescriptorType | types.GetSetDescriptorType)
-            return None if slot or is_torch(base.__module__) or base is object else base
+            value, installed = base.__dict__[name], is_installed(sys.modules.get(base.__module__))
+            computed = hasattr(type(value), "__set__") and (installed or not isinstance(value, property))
+            return None if computed or is_torch(base.__module__) or base is object else base
     return None
 
 

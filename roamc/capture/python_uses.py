@@ -51,30 +51,36 @@ class Use(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def looked_into(code: types.CodeType) -> frozenset[Use]:
+def looked_into(code: types.CodeType, libraries: frozenset[str] = frozenset()) -> frozenset[Use]:
     """Return what a function and those inside it use for more than to add to it, as a log is used.
 
     To ask whether it is there or None is no such use: what a trace has brought there is read anew in any case. To put
     an entry there, or to give it another name, is none either. A function that computes names of attributes may use
     any.
+
+    Args:
+        code: the function's.
+        libraries: global variables whose attributes do not count, such as ``torch`` with its ``torch.log``.
     """
     computed = any(name in WHOLE for name in attributes_in(code))
-    uses = {use for part in codes_in(code) for use in _looked_into(part)}
+    uses = {use for part in codes_in(code) for use in _looked_into(part, libraries)}
     return frozenset(uses | {Use(False, ANY, False)} if computed else uses)
 
 
 def looks_into(frame: types.FrameType, name: str) -> bool:
     """Whether a function's frame, which is reading attribute ``name`` of an object, may look into it."""
-    code, uses = frame.f_code, looked_into(frame.f_code)
-    if _opnames_in(code).get(frame.f_lasti) in ATTRIBUTES:
-        return any(Use(False, name, keyed) in uses for keyed in (False, True))
-    return name not in attributes_in(code) or is_looked_into(uses, False, name)
+    code, written = frame.f_code, _looked_into_at(frame.f_code)
+    if frame.f_lasti in written:
+        return written[frame.f_lasti]
+    return name not in attributes_in(code) or is_looked_into(looked_into(code), False, name)
 
 
 @functools.lru_cache(maxsize=4096)
-def _opnames_in(code: types.CodeType) -> dict[int, str]:
-    """Names of a function's instructions, by their offsets in bytes."""
-    return {step.offset: step.opname for step in dis.get_instructions(code)}
+def _looked_into_at(code: types.CodeType) -> dict[int, bool]:
+    """Whether a function looks into the attributes that it reads, by the offsets of these instructions in bytes."""
+    steps = steps_of(code)
+    read = (at for at, step in enumerate(steps) if step.opname in ATTRIBUTES)
+    return {steps[at].offset: _keyed(steps, at) is not None for at in read}
 
 
 def is_looked_into(uses: AbstractSet[Use], variable: bool, name: object) -> bool:
@@ -89,11 +95,13 @@ def is_entry_looked_into(uses: AbstractSet[Use], variable: bool, name: object, k
     return Use(False, key, False) in uses or any(Use(variable, each, False) in uses for each in names)
 
 
-def _looked_into(code: types.CodeType) -> Iterator[Use]:
+def _looked_into(code: types.CodeType, libraries: frozenset[str]) -> Iterator[Use]:
     steps = steps_of(code)
     parameters = {name for names in parameters_in(code) for name in names}
     for at, step in enumerate(steps):
         variable = step.opname in (*VARIABLES, *OUTER) or (step.opname.startswith(LOCAL) and step.argval in parameters)
+        if step.opname in ATTRIBUTES and steps[at - 1].opname in VARIABLES and steps[at - 1].argval in libraries:
+            continue
         word = step.opname == "LOAD_CONST" and isinstance(step.argval, str)
         if variable or word or step.opname in ATTRIBUTES:
             keyed = _keyed(steps, at)

@@ -221,6 +221,11 @@ def kept_by_another_name(m: Any) -> float:
     return 1.0
 
 
+def kept_and_read_elsewhere(m: Any) -> float:
+    m.names.append("d")
+    return float(len(m.names)) if m.flag else 1.0
+
+
 def kept_if_there(m: Any) -> float:
     if not hasattr(m, "calls"):
         m.calls = []
@@ -234,7 +239,9 @@ def kept_beside_a_computed_name(m: Any) -> Any:
     return getattr(m, "".join(("fac", "tors")))[0]
 
 
-@pytest.mark.parametrize("turn", [kept_by_another_name, kept_if_there, kept_beside_a_computed_name])
+@pytest.mark.parametrize(
+    "turn", [kept_by_another_name, kept_and_read_elsewhere, kept_if_there, kept_beside_a_computed_name]
+)
 def test_a_log_that_forward_keeps_needs_no_other_trace(turn: Callable[[Any], float], traces: list[object]) -> None:
     assert_turns(Turning(turn), square, square, plans=2)
     assert len(traces) <= 2  # in the first step, an attribute may not be there yet
@@ -249,6 +256,7 @@ class Logging:
 
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         self.log.append(1)
+        torch.log(x.abs())
         for name in ("loss", "step"):
             self.by_name[name].append(2)
         log = self.rows[-1]
