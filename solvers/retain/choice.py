@@ -4,9 +4,10 @@
     those worth the price           an offer whose seconds per saved byte are below what the bound pays for a byte
     twice that price, all of them   larger sets, for budgets that the set before does not keep
     of each, those needed           a set again, without offers of buffers that have room to stay whole
+    those needed and one more       where that is the best so far
 
 A price per byte takes or leaves all offers of one rate together; where the budget needs only some of them, the last
-kind of set finds which. The bound is that of `Bounds` over all reruns and offers.
+two kinds of sets find which. The bound is that of `Bounds` over all reruns and offers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from roamc.solvers.status import Status
 
 Taken = tuple[int, ...]
 """Offers by their places in the problem, sorted."""
+
+MORE = 4
+"""Most offers that are tried in addition to those needed. Which are depends on the reruns that were found beside all of
+a set; others may need fewer reruns beside one offer more."""
 
 Known = dict[Taken, Frontier]
 """Maps a set of offers to the solutions found for the schedule in which these are taken."""
@@ -131,6 +136,9 @@ class Choice:
             least = answer.seconds - self._seconds(taken) + self._seconds(fewer)  # fewer offers save no reruns
             if fewer and least < min(one.seconds for one in answers if one.peak_bytes <= budget):
                 answers.append(self._ask(fewer, budget, frontiers, simulations))
+                if answers[-1].taken == min(answers, key=lambda one: one.rank(budget)).taken:
+                    more = [tuple(sorted((*fewer, place))) for place in taken if place not in fewer][:MORE]
+                    answers += [self._ask(one, budget, frontiers, simulations) for one in more]
             if self._good(min(answers, key=lambda one: one.rank(budget)), budget, bound):
                 break
         if not offers:
