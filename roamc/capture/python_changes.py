@@ -2,7 +2,7 @@
 
 A trace runs the user's code once, and so may turn a flag, count, or keep a log. What has only been added to, such as a
 list, is read anew only by code that looks into it; anything else that has changed is. Tensors that the trace has made
-are never the next step's: where they are all that has changed or been added, nothing is read anew.
+are never the next step's: where one has come or gone, nothing is read anew, since the next trace would find it there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
-from roamc.capture.python_keys import CONTAINERS, PLAIN, TRACED, Place, Same
+from roamc.capture.python_keys import CONTAINERS, KEYS, PLAIN, Place, Same, has_traced
 from roamc.capture.python_uses import Use, is_entry_looked_into, is_looked_into
 
 ADDABLE = (*CONTAINERS, Counter, OrderedDict, defaultdict)
@@ -45,15 +45,15 @@ def changed(before: Mapping[Place, object], after: Mapping[Place, object], uses:
 def _is_read_anew(place: Place, before: object, after: object, uses: AbstractSet[Use]) -> bool:
     """Return the same as :func:`is_read_anew` for a place, where None is the key of nothing.
 
-    An entry of a dict that is new has been added. What else is new may have been looked for, as by ``hasattr``, unless
-    it is an object, a function or a Python module, as an import leaves one.
+    An entry of a dict that is new and no plain value has been added. What else is new may have been looked for, as by
+    ``hasattr``, unless it is an object, a function or a Python module, as an import leaves one.
     """
     _, kind, name, *keys = place
     ask = is_entry_looked_into if keys else is_looked_into
     looked = ask(uses, isinstance(kind, str), name, *keys)
     if before is not None:
         return is_read_anew(before, after, looked)
-    return (looked or not keys) and (_is_plain(after) or _is_container(after)) and not _has_traced(after)
+    return _is_plain(after) or ((looked or not keys) and _is_container(after) and not has_traced(after))
 
 
 def is_read_anew(before: object, after: object, looked: bool) -> bool:
@@ -65,10 +65,7 @@ def is_read_anew(before: object, after: object, looked: bool) -> bool:
         looked: whether code does more with it than to add to it.
     """
     changes = set(_changes(before, after))
-    if looked or _Change.TRACED not in changes:
-        changes.discard(_Change.TRACED)
-        return (looked and bool(changes)) or _Change.OTHER in changes
-    return False
+    return _Change.TRACED not in changes and (_Change.OTHER in changes or (looked and _Change.ADDED in changes))
 
 
 def _changes(before: object, after: object) -> Iterator[_Change]:
@@ -77,13 +74,19 @@ def _changes(before: object, after: object) -> Iterator[_Change]:
         return
     if _is_container(before) and _is_container(after) and before[0] == after[0]:  # type: ignore[index]
         yield from _inside(before[0], before[1], after[1])  # type: ignore[index]
+    elif _is_dict(before) and _is_dict(after) and before[1] == after[1]:  # type: ignore[index]
+        yield from _inside(before[1], before[2], after[2])  # type: ignore[index]
+    elif isinstance(before, dict) and isinstance(after, dict):
+        for place in {**before, **after}:  # what methods of the user's classes read, and may look into
+            for change in _changes(before.get(place), after.get(place)):
+                yield _Change.OTHER if change is _Change.ADDED else change
     elif _is_long(before) and _is_long(after) and before[0] == after[0]:  # type: ignore[index]
         yield _Change.ADDED if after[1] > before[1] else _Change.OTHER  # type: ignore[index]
     elif isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
         for old, new in zip(before, after, strict=True):
             yield from _changes(old, new)
     else:
-        yield _Change.TRACED if _has_traced(before) or _has_traced(after) else _Change.OTHER
+        yield _Change.TRACED if has_traced(before) or has_traced(after) else _Change.OTHER
 
 
 def _inside(
@@ -94,13 +97,13 @@ def _inside(
     if added is not None:
         for item in added:
             plainly = _Change.ADDED if kind in ADDABLE else _Change.OTHER
-            yield _Change.TRACED if _has_traced(item) else plainly
+            yield _Change.TRACED if has_traced(item) else plainly
     elif isinstance(before, tuple) and len(before) == len(after):
         for old, new in zip(before, after, strict=True):
             yield from _changes(old, new)
     else:
         yield _Change.OTHER
-        if _has_traced(before) or _has_traced(after):
+        if has_traced(before) or has_traced(after):
             yield _Change.TRACED
 
 
@@ -123,11 +126,6 @@ def _added(
 _NOTHING = object()
 
 
-def _has_traced(described: object) -> bool:
-    inside = described if isinstance(described, tuple | frozenset) else ()
-    return described == TRACED or any(map(_has_traced, inside))
-
-
 def _is_plain(described: object) -> bool:
     """Whether a key is one of :func:`roamc.capture.python_keys.of_plain`, or the bytes of an array."""
     return isinstance(described, bytes) or (
@@ -139,6 +137,11 @@ def _is_container(described: object) -> bool:
     """Whether a key is that of a container with its items, or of an object with its attributes."""
     pair = isinstance(described, tuple) and len(described) == 2
     return pair and isinstance(described[0], type | Same) and isinstance(described[1], tuple | frozenset)  # type: ignore[index]
+
+
+def _is_dict(described: object) -> bool:
+    """Whether a key is that of a dict whose entries have places of their own."""
+    return isinstance(described, tuple) and described[:1] == (KEYS,)
 
 
 def _is_long(described: object) -> bool:

@@ -37,7 +37,7 @@ from roamc.capture.python_names import (
     attributes_in,
     is_installed,
     is_torch,
-    libraries_of,
+    libraries_in,
     parameters_in,
     variables_of,
 )
@@ -96,7 +96,7 @@ TRACED = "traced"
 """The key of a tensor of a trace."""
 
 KEYS = "keys"
-"""What the key of a dict begins with: its entries have places of their own."""
+"""What the key of a dict begins with whose entries have places of their own; those with tensors of a trace left out."""
 
 Place = tuple[object, ...]
 """Where functions read a value: the owner's identity, a kind, a name, and for an entry of a dict the key in it.
@@ -107,6 +107,12 @@ attribute's is the number of the class that has it, in the order in which Python
 
 OWN = -1
 """The kind of an attribute that an object has itself."""
+
+
+def has_traced(described: object) -> bool:
+    """Whether a key has that of a tensor of a trace in it."""
+    inside = described if isinstance(described, tuple | frozenset) else ()
+    return described == TRACED or any(map(has_traced, inside))
 
 
 class Seen:
@@ -124,10 +130,10 @@ class Seen:
         owners: identities of the objects that are called, or whose methods are.
         holders: numbers for what has no identity that counts, such as a functools.partial.
         shared: what classes have for their objects, for objects that are alike: looked up once.
-        methods: whether all methods of the user's classes count, as where it is not known which are called.
+        classes: whether all that the user's classes have counts, as where it is not known what functions read of it.
     """
 
-    def __init__(self, *, methods: bool = False) -> None:
+    def __init__(self, *, classes: bool = False) -> None:
         self.places: dict[Place, object] = {}
         self.functions: set[object] = set()
         self.around: set[int] = set()
@@ -138,12 +144,15 @@ class Seen:
         self.objects: dict[int, object] = {}
         self.owners: set[int] = set()
         self.holders = itertools.count()
-        self.methods = methods
+        self.classes = classes
         self.shared: dict[object, list[tuple[tuple[int, str], object]]] = {}
 
     def uses(self) -> frozenset[Use]:
         """Return what the functions look into, see :func:`roamc.capture.python_uses.looked_into`."""
-        each = (looked_into(function.__code__, libraries_of(function)) for function in self.users)
+        each = (
+            looked_into(function.__code__, libraries_in(function.__code__, function.__globals__))
+            for function in self.users
+        )
         return frozenset(self.looked).union(*each)
 
     def note(self, value: object) -> bool:
@@ -236,7 +245,7 @@ def of_identity(value: object) -> object:
 
 def of_content(value: object) -> object:
     """Return a key of ``value``; of a function, with what it reads of the objects that it names."""
-    seen = Seen(methods=True)
+    seen = Seen(classes=True)
     described = of_value(value, 0, seen)
     return (described, complete(seen)) if seen.places or seen.objects else described
 
@@ -263,6 +272,9 @@ def of_value(value: Any, depth: int, seen: Seen) -> object:
     if isinstance(value, np.ndarray | np.generic):
         return _array(value)
     if isinstance(value, (*WHICH, type, types.ModuleType)) or id(value) in seen.around:
+        if seen.classes and isinstance(value, type):
+            seen.note(value)
+            seen.names.update(dict.fromkeys(_names_in(value)))
         return Same(value)
     seen.around.add(id(value))
     holds = isinstance(value, (*CONTAINERS, Mapping))
@@ -292,10 +304,10 @@ def _container(value: Any, depth: int, seen: Seen) -> object:
 def _record(value: Any, depth: int, seen: Seen) -> object:
     """Describe an object, such as a configuration, by identity and attributes; without those if one lies too deep."""
     kind: Any = type(value)
-    methods = _methods_of(kind) if seen.methods else ()
-    if depth or methods:  # the functions read it by way of what it lies in
+    of_user = seen.classes and not is_installed(sys.modules.get(kind.__module__))
+    if depth or of_user:  # the functions read it by way of what it lies in
         seen.note(value)
-    seen.names.update(dict.fromkeys(methods))
+    seen.names.update(dict.fromkeys(_names_in(kind) if of_user else ()))
     if (content := _bytes_of(value)) is not None:
         return Same(value), content
     own = _attributes_in(value)
@@ -428,9 +440,11 @@ def _put(place: Place, value: Any, seen: Seen) -> None:
         seen.places[place] = Same(value) if seen.note(value) else of_value(value, 0, seen)
         return
     seen.around.add(id(value))
-    seen.places[place] = KEYS, type(value), tuple(of_value(key, 1, seen) for key in value)
+    keys = []
     for key, item in value.items():
-        seen.places[*place, key] = of_value(item, 1, seen)
+        described = seen.places[*place, key] = of_value(item, 1, seen)
+        keys += [] if has_traced(described) else [of_value(key, 1, seen)]
+    seen.places[place] = KEYS, type(value), tuple(keys)
     seen.around.discard(id(value))
 
 
@@ -464,11 +478,10 @@ def _shared_by(owner: object, kinds: Iterable[type], seen: Seen) -> Iterator[tup
 
 
 @functools.lru_cache(maxsize=4096)
-def _methods_of(kind: type) -> tuple[str, ...]:
-    """Names of the functions and properties that a class has for its objects, but for those of installed classes."""
+def _names_in(kind: type) -> tuple[str, ...]:
+    """Names of what a class has for its objects, but for what Python does and for installed classes."""
     users = (base for base in kind.__mro__ if not is_installed(sys.modules.get(base.__module__)))
-    named = (pair for base in users for pair in base.__dict__.items())
-    return tuple(name for name, value in named if isinstance(unwrapped(value), FUNCTIONS) and name not in _OF_LIFE)
+    return tuple(name for base in users for name in base.__dict__ if not name.startswith("__"))
 
 
 def implied_by(kind: type) -> Iterator[object]:

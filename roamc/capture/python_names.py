@@ -10,7 +10,7 @@ import itertools
 import operator
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 CACHED = type(functools.cache(len))
 """Class of what ``functools.lru_cache`` makes of a function."""
@@ -85,9 +85,9 @@ def variables_of(function: types.FunctionType) -> list[tuple[tuple[str, str], ob
     return [(name, item) for name, item in named if item is not ABSENT]
 
 
-def libraries_of(function: types.FunctionType) -> frozenset[str]:
-    """Return the names of the global variables of a function that are installed Python modules."""
-    named = ((name, function.__globals__.get(name)) for name in globals_in(function.__code__))
+def libraries_in(code: types.CodeType, variables: Mapping[str, object]) -> frozenset[str]:
+    """Return the names of those global ``variables`` that a function reads and that are installed Python modules."""
+    named = ((name, variables.get(name)) for name in globals_in(code))
     return frozenset(name for name, value in named if isinstance(value, types.ModuleType) and is_installed(value))
 
 

@@ -262,13 +262,14 @@ def _may_change(name: str, value: object) -> bool:
 def _class_with(kind: type, name: str) -> type | None:
     """Return the class that gives its instances an attribute, as a value, a method or a property.
 
-    None for what comes from a class of torch, which does not change, and for what is computed in another way than by a
-    property, or by one of an installed class.
+    None for what comes from a class of torch, which does not change, for the slot of an object, and for a property of
+    an installed class.
     """
     for base in kind.__mro__:
         if name in base.__dict__:
             value, installed = base.__dict__[name], is_installed(sys.modules.get(base.__module__))
-            computed = hasattr(type(value), "__set__") and (installed or not isinstance(value, property))
+            slot = isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType)
+            computed = slot or (installed and hasattr(type(value), "__set__"))
             return None if computed or is_torch(base.__module__) or base is object else base
     return None
 

@@ -16,6 +16,7 @@ from roamc.capture.python_names import (
     WHOLE,
     attributes_in,
     codes_in,
+    libraries_in,
     parameters_in,
     steps_of,
 )
@@ -69,18 +70,17 @@ def looked_into(code: types.CodeType, libraries: frozenset[str] = frozenset()) -
 
 def looks_into(frame: types.FrameType, name: str) -> bool:
     """Whether a function's frame, which is reading attribute ``name`` of an object, may look into it."""
-    code, written = frame.f_code, _looked_into_at(frame.f_code)
-    if frame.f_lasti in written:
-        return written[frame.f_lasti]
-    return name not in attributes_in(code) or is_looked_into(looked_into(code), False, name)
+    code = frame.f_code
+    uses = looked_into(code, libraries_in(code, frame.f_globals))
+    if _opnames_in(code).get(frame.f_lasti) in ATTRIBUTES:
+        return any(Use(False, name, keyed) in uses for keyed in (False, True))
+    return name not in attributes_in(code) or is_looked_into(uses, False, name)
 
 
 @functools.lru_cache(maxsize=4096)
-def _looked_into_at(code: types.CodeType) -> dict[int, bool]:
-    """Whether a function looks into the attributes that it reads, by the offsets of these instructions in bytes."""
-    steps = steps_of(code)
-    read = (at for at, step in enumerate(steps) if step.opname in ATTRIBUTES)
-    return {steps[at].offset: _keyed(steps, at) is not None for at in read}
+def _opnames_in(code: types.CodeType) -> dict[int, str]:
+    """Names of a function's instructions, by their offsets in bytes."""
+    return {step.offset: step.opname for step in dis.get_instructions(code)}
 
 
 def is_looked_into(uses: AbstractSet[Use], variable: bool, name: object) -> bool:

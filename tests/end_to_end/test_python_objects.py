@@ -304,6 +304,8 @@ def test_a_part_of_an_object_that_forward_reads(name: str) -> None:
 
 
 class Helper:
+    SCALE = 1.0
+
     def scale(self) -> float:
         return HIDDEN.scale  # type: ignore[no-any-return]
 
@@ -318,6 +320,7 @@ class Ways(nn.Module):
     def __init__(self, way: Callable[[Ways], float]) -> None:
         super().__init__()
         self.linear, self.way, self.helper, self.helpers = nn.Linear(8, 8), way, Helper(), {"first": [Helper()]}
+        self.kind = Helper
 
     def forward(self, x: Tensor) -> Tensor:
         scaled: Tensor = self.linear(x) * self.way(self)
@@ -346,6 +349,8 @@ WAYS: dict[str, Callable[[Ways], float]] = {
     "its type": lambda m: m.of_its_type(),
     "an object's method": lambda m: m.helper.scale(),
     "an object that is called": lambda m: m.helper(),
+    "an object's class": lambda m: m.helper.SCALE,
+    "a class that it holds": lambda m: m.kind.SCALE,
     "the method of an object in lists": lambda m: m.helpers["first"][0].scale(),
 }
 
@@ -358,7 +363,8 @@ def test_what_forward_reads_by_way_of_its_class_and_objects(way: str, monkeypatc
     for number in range(4):
         if number == 2:
             monkeypatch.setattr(HIDDEN, "scale", 3.0)
-            monkeypatch.setattr(Ways, "SCALE", 3.0)
+            for kind in (Ways, Helper):
+                monkeypatch.setattr(kind, "SCALE", 3.0)
         assert_same(step(X), eager_step(twin, square, reference, X), f"loss of step {number}")
     assert_same(tensors_of(model), tensors_of(twin))
     assert len(step._steps) == 2

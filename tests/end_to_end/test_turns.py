@@ -35,6 +35,19 @@ class Meter:
         return sum(self.values)
 
 
+class Averages:
+    """Keeps tensors, and counts them."""
+
+    def __init__(self) -> None:
+        self.total: Any = 0.0
+        self.count, self.rows = 0, list[Tensor]()
+
+    def update(self, value: Tensor) -> None:
+        self.total = self.total + value
+        self.count += 1
+        self.rows.append(value)
+
+
 class Turning(nn.Module):
     """Turns something, and then scales its result by what that is."""
 
@@ -46,7 +59,7 @@ class Turning(nn.Module):
         self.scales: Any = [one, two]
         self.by_name, self.pair = {"first": one, "second": two}, SimpleNamespace(first=one, second=two)
         self.factors = [torch.tensor(1.0), torch.tensor(2.0)]
-        self.turn, self.meter = turn, Meter()
+        self.turn, self.meter, self.averages = turn, Meter(), Averages()
 
     def forward(self, x: Tensor) -> Tensor:
         factor = self.turn(self)
@@ -221,11 +234,6 @@ def kept_by_another_name(m: Any) -> float:
     return 1.0
 
 
-def kept_and_read_elsewhere(m: Any) -> float:
-    m.names.append("d")
-    return float(len(m.names)) if m.flag else 1.0
-
-
 def kept_if_there(m: Any) -> float:
     if not hasattr(m, "calls"):
         m.calls = []
@@ -239,9 +247,12 @@ def kept_beside_a_computed_name(m: Any) -> Any:
     return getattr(m, "".join(("fac", "tors")))[0]
 
 
-@pytest.mark.parametrize(
-    "turn", [kept_by_another_name, kept_and_read_elsewhere, kept_if_there, kept_beside_a_computed_name]
-)
+def kept_tensors(m: Any) -> float:
+    m.averages.update(m.layer.weight.detach().mean())
+    return 1.0
+
+
+@pytest.mark.parametrize("turn", [kept_tensors, kept_by_another_name, kept_if_there, kept_beside_a_computed_name])
 def test_a_log_that_forward_keeps_needs_no_other_trace(turn: Callable[[Any], float], traces: list[object]) -> None:
     assert_turns(Turning(turn), square, square, plans=2)
     assert len(traces) <= 2  # in the first step, an attribute may not be there yet
@@ -400,6 +411,18 @@ def test_logs_that_a_loss_keeps_need_no_other_trace(
     loss: Callable[[], Callable[..., Tensor]], traces: list[object]
 ) -> None:
     assert_turns(nn.Linear(8, 8), loss(), loss(), plans=1)
+    assert len(traces) == 1
+
+
+def test_tensors_that_a_hook_keeps_need_no_other_trace(traces: list[object]) -> None:
+    kept: dict[str, Any] = {}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    for name, child in model.named_children():
+        child.register_forward_hook(lambda *hooked, name=name: kept.__setitem__(name, hooked[-1].detach()))
+        child.register_forward_hook(lambda *hooked, name=name: kept.setdefault(f"all {name}", []).append(hooked[-1]))
+    step = roamc.train_step(model, square, sgd(model), strict=True)
+    for _ in range(3):
+        step(noise(4, 8))
     assert len(traces) == 1
 
 
