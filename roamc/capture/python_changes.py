@@ -19,10 +19,14 @@ ADDABLE = (*CONTAINERS, Counter, OrderedDict, defaultdict)
 """Types whose methods ``append`` and the like only add; those of other types may read."""
 
 
+_NOTHING = object()
+"""Equal to no item."""
+
+
 class _Change(enum.Enum):
     ADDED = enum.auto()  # to a container that holds what it held
     OTHER = enum.auto()
-    TRACED = enum.auto()  # a tensor that the trace has made came, or went
+    TENSOR = enum.auto()  # a tensor that the trace has made came, or went
 
 
 def changed(before: Mapping[Place, object], after: Mapping[Place, object], uses: AbstractSet[Use]) -> frozenset[Place]:
@@ -65,7 +69,7 @@ def is_read_anew(before: object, after: object, looked: bool) -> bool:
         looked: whether code does more with it than to add to it.
     """
     changes = set(_changes(before, after))
-    return _Change.TRACED not in changes and (_Change.OTHER in changes or (looked and _Change.ADDED in changes))
+    return _Change.TENSOR not in changes and (_Change.OTHER in changes or (looked and _Change.ADDED in changes))
 
 
 def _changes(before: object, after: object) -> Iterator[_Change]:
@@ -86,7 +90,7 @@ def _changes(before: object, after: object) -> Iterator[_Change]:
         for old, new in zip(before, after, strict=True):
             yield from _changes(old, new)
     else:
-        yield _Change.TRACED if has_traced(before) or has_traced(after) else _Change.OTHER
+        yield _Change.TENSOR if has_traced(before) or has_traced(after) else _Change.OTHER
 
 
 def _inside(
@@ -97,14 +101,14 @@ def _inside(
     if added is not None:
         for item in added:
             plainly = _Change.ADDED if kind in ADDABLE else _Change.OTHER
-            yield _Change.TRACED if has_traced(item) else plainly
+            yield _Change.TENSOR if has_traced(item) else plainly
     elif isinstance(before, tuple) and len(before) == len(after):
         for old, new in zip(before, after, strict=True):
             yield from _changes(old, new)
     else:
         yield _Change.OTHER
         if has_traced(before) or has_traced(after):
-            yield _Change.TRACED
+            yield _Change.TENSOR
 
 
 def _added(
@@ -121,9 +125,6 @@ def _added(
         else:
             added.append(item)
     return added if awaited is _NOTHING else None
-
-
-_NOTHING = object()
 
 
 def _is_plain(described: object) -> bool:
