@@ -53,8 +53,8 @@ def _is_read_anew(place: Place, before: object, after: object, uses: AbstractSet
     ``hasattr``, unless it is an object, a function or a Python module, as an import leaves one.
     """
     _, kind, name, *keys = place
-    ask = is_entry_looked_into if keys else is_looked_into
-    looked = ask(uses, isinstance(kind, str), name, *keys)
+    variable = isinstance(kind, str)
+    looked = is_entry_looked_into(uses, variable, name, *keys) if keys else is_looked_into(uses, variable, name)
     if before is not None:
         return is_read_anew(before, after, looked)
     return _is_plain(after) or ((looked or not keys) and _is_container(after) and not has_traced(after))

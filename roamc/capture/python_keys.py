@@ -41,7 +41,7 @@ from roamc.capture.python_names import (
     parameters_in,
     variables_of,
 )
-from roamc.capture.python_uses import ADDING, ANY, Use, looked_into
+from roamc.capture.python_uses import ADDING, ANY, Use, looked_into, of_attribute
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 """Types whose values never change: a key holds the value itself, see :func:`of_plain`."""
@@ -102,10 +102,10 @@ Place = tuple[object, ...]
 """Where functions read a value: the owner's identity, a kind, a name, and for an entry of a dict the key in it.
 
 A variable's kind is a word, see :func:`variables_of`, or "held" for what a partial or bound method holds. An
-attribute's is the number of the class that has it, in the order in which Python looks there; OWN for the object.
+attribute's is the number of the class that has it, in the order in which Python looks there; ITSELF for the object.
 """
 
-OWN = -1
+ITSELF = -1
 """The kind of an attribute that an object has itself."""
 
 
@@ -273,8 +273,7 @@ def of_value(value: Any, depth: int, seen: Seen) -> object:
         return _array(value)
     if isinstance(value, (*WHICH, type, types.ModuleType)) or id(value) in seen.around:
         if seen.classes and isinstance(value, type):
-            seen.note(value)
-            seen.names.update(dict.fromkeys(_names_in(value)))
+            _note_whole(value, value, seen)
         return Same(value)
     seen.around.add(id(value))
     holds = isinstance(value, (*CONTAINERS, Mapping))
@@ -303,11 +302,11 @@ def _container(value: Any, depth: int, seen: Seen) -> object:
 
 def _record(value: Any, depth: int, seen: Seen) -> object:
     """Describe an object, such as a configuration, by identity and attributes; without those if one lies too deep."""
-    kind: Any = type(value)
-    of_user = seen.classes and not is_installed(sys.modules.get(kind.__module__))
-    if depth or of_user:  # the functions read it by way of what it lies in
+    kind = type(value)
+    if seen.classes and not is_installed(sys.modules.get(kind.__module__)):
+        _note_whole(value, kind, seen)
+    elif depth:  # the functions read it by way of what it lies in
         seen.note(value)
-    seen.names.update(dict.fromkeys(_names_in(kind) if of_user else ()))
     if (content := _bytes_of(value)) is not None:
         return Same(value), content
     own = _attributes_in(value)
@@ -368,7 +367,7 @@ def _function(value: Any, seen: Seen) -> object:
         words = (word for word in value.__reduce__()[1] if isinstance(word, str))
         parts = [part for word in words for part in word.split(".")]
         seen.names.update(dict.fromkeys(parts))
-        seen.looked.update(Use(False, part, False) for part in parts)
+        seen.looked.update(map(of_attribute, parts))
         return Same(value)
     if isinstance(value, BUILTIN):
         return _builtin(value, seen)
@@ -388,7 +387,7 @@ def _builtin(value: types.BuiltinFunctionType | types.MethodWrapperType, seen: S
     """Describe a built-in function, with its object if it is a method."""
     if value in READERS:
         seen.names.update(dict.fromkeys(WHOLE))
-        seen.looked.add(Use(False, ANY, False))
+        seen.looked.add(of_attribute(ANY))
     owner = value.__self__
     if owner is None or isinstance(owner, types.ModuleType | type):
         return Same(value)
@@ -403,8 +402,8 @@ def _by_parameter(value: functools.partial[Any], seen: Seen) -> list[tuple[objec
     What is held for no parameter that is known counts as looked into.
     """
     code = getattr(value.func, "__code__", None)
-    first = () if code is None else parameters_in(code)[0][isinstance(value.func, types.MethodType) :]
-    parameters = () if code is None else {name for names in parameters_in(code) for name in names}
+    parameters = () if code is None else parameters_in(code)
+    first = () if code is None else parameters[isinstance(value.func, types.MethodType) : code.co_argcount]
     names = (*first[: len(value.args)], *range(len(first), len(value.args)), *value.keywords)
     seen.looked.update(Use(True, name, False) for name in names if name not in parameters)
     return list(zip(names, (*value.args, *value.keywords.values()), strict=True))
@@ -457,7 +456,7 @@ def _attributes_of(owner: Any, seen: Seen) -> Iterator[tuple[tuple[int, str], ob
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     own = {} if isinstance(owner, type) else _attributes_in(owner)
     whole = any(map(_computes, kinds)) or any(name in seen.names for name in WHOLE)
-    yield from (((OWN, name), value) for name, value in own.items() if whole or name in seen.names)
+    yield from (((ITSELF, name), value) for name, value in own.items() if whole or name in seen.names)
     if isinstance(owner, types.ModuleType):
         return
     alike = kinds[0], isinstance(owner, type), id(owner) in seen.owners, len(seen.names)
@@ -475,6 +474,12 @@ def _shared_by(owner: object, kinds: Iterable[type], seen: Seen) -> Iterator[tup
         for name, value in kind.__dict__.items():
             if name in seen.names or _is_implied(name, value, owner):
                 yield (number, name), unwrapped(value)
+
+
+def _note_whole(value: object, kind: Any, seen: Seen) -> None:
+    """Note an object, or a class, of which functions may read all that class ``kind`` has."""
+    seen.note(value)
+    seen.names.update(dict.fromkeys(_names_in(kind)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -80,7 +80,8 @@ def variables_of(function: types.FunctionType) -> list[tuple[tuple[str, str], ob
     named += [(("global", name), _variable(function, name)) for name in globals_in(function.__code__)]
     named += [(("import", name), module) for name, module in _imported(function)]
     defaults = function.__defaults__ or ()
-    last = zip(reversed(parameters_in(function.__code__)[0]), reversed(defaults), strict=False)
+    positional = parameters_in(function.__code__)[: function.__code__.co_argcount]
+    last = zip(reversed(positional), reversed(defaults), strict=False)
     named += [(("default", name), default) for name, default in (*last, *(function.__kwdefaults__ or {}).items())]
     return [(name, item) for name, item in named if item is not ABSENT]
 
@@ -91,10 +92,9 @@ def libraries_in(code: types.CodeType, variables: Mapping[str, object]) -> froze
     return frozenset(name for name, value in named if isinstance(value, types.ModuleType) and is_installed(value))
 
 
-def parameters_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of a function's parameters: those of positional arguments, and those of named ones only."""
-    names, positional = code.co_varnames, code.co_argcount
-    return names[:positional], names[positional : positional + code.co_kwonlyargcount]
+def parameters_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of a function's parameters: those of positional arguments, then those of named ones only."""
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _variable(function: types.FunctionType, name: str) -> object:

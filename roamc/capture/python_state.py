@@ -170,7 +170,7 @@ class Reads:
         if owner is None or (id(owner) in self._described and type(owner.__dict__[name]) in (*PLAIN, *FUNCTIONS)):
             return
         self._note(owner, name)
-        if looks_into(frame, name):
+        if _may_change(owner.__dict__[name]) and looks_into(frame, name):
             self._looked.add((id(owner), name))
         function = unwrapped(owner.__dict__[name])
         if isinstance(function, types.FunctionType):
@@ -251,12 +251,14 @@ def _contents_of(modules: Sequence[nn.Module]) -> dict[tuple[int, str], object]:
     It may do so by another name of the same list or object, before it reads the attribute.
     """
     cache: dict[int, object] = {}
-    names = ((module, name) for module in modules for name, value in vars(module).items() if _may_change(name, value))
-    return {(id(module), name): Slot(weakref.ref(module), name).now(cache) for module, name in names}
+    names = ((module, name) for module in modules for name in vars(module).keys() - OWN)
+    may_change = ((module, name) for module, name in names if _may_change(vars(module)[name]))
+    return {(id(module), name): Slot(weakref.ref(module), name).now(cache) for module, name in may_change}
 
 
-def _may_change(name: str, value: object) -> bool:
-    return name not in OWN and not isinstance(value, (*PLAIN, *FUNCTIONS, nn.Module, torch.Tensor))
+def _may_change(value: object) -> bool:
+    """Whether a value may be another one afterwards without that the attribute is set."""
+    return type(value) not in (*PLAIN, *FUNCTIONS) and not isinstance(value, nn.Module | torch.Tensor)
 
 
 def _class_with(kind: type, name: str) -> type | None:

@@ -51,6 +51,11 @@ class Use(NamedTuple):
     keyed: bool
 
 
+def of_attribute(name: object) -> Use:
+    """Return the use of an attribute as a whole, or of an entry of a dict."""
+    return Use(False, name, False)
+
+
 @functools.lru_cache(maxsize=4096)
 def looked_into(code: types.CodeType, libraries: frozenset[str] = frozenset()) -> frozenset[Use]:
     """Return what a function and those inside it use for more than to add to it, as a log is used.
@@ -65,14 +70,14 @@ def looked_into(code: types.CodeType, libraries: frozenset[str] = frozenset()) -
     """
     computed = any(name in WHOLE for name in attributes_in(code))
     uses = {use for part in codes_in(code) for use in _looked_into(part, libraries)}
-    return frozenset(uses | {Use(False, ANY, False)} if computed else uses)
+    return frozenset(uses | {of_attribute(ANY)} if computed else uses)
 
 
 def looks_into(frame: types.FrameType, name: str) -> bool:
     """Whether a function's frame, which is reading attribute ``name`` of an object, may look into it."""
     code = frame.f_code
     uses = looked_into(code, libraries_in(code, frame.f_globals))
-    if _opnames_in(code).get(frame.f_lasti) in ATTRIBUTES:
+    if _opnames_in(code).get(frame.f_lasti) in ATTRIBUTES:  # by its written name
         return any(Use(False, name, keyed) in uses for keyed in (False, True))
     return name not in attributes_in(code) or is_looked_into(uses, False, name)
 
@@ -85,19 +90,21 @@ def _opnames_in(code: types.CodeType) -> dict[int, str]:
 
 def is_looked_into(uses: AbstractSet[Use], variable: bool, name: object) -> bool:
     """Whether a variable or attribute is among ``uses``, if only by entries."""
-    names = (name,) if variable else (name, ANY)
-    return any(Use(variable, each, keyed) in uses for each in names for keyed in (False, True))
+    return Use(variable, name, True) in uses or _is_whole(uses, variable, name)
 
 
 def is_entry_looked_into(uses: AbstractSet[Use], variable: bool, name: object, key: object) -> bool:
     """Whether an entry of a dict is among ``uses``, by its own key or with all entries."""
-    names = (name,) if variable else (name, ANY)
-    return Use(False, key, False) in uses or any(Use(variable, each, False) in uses for each in names)
+    return of_attribute(key) in uses or _is_whole(uses, variable, name)
+
+
+def _is_whole(uses: AbstractSet[Use], variable: bool, name: object) -> bool:
+    return Use(variable, name, False) in uses or (not variable and of_attribute(ANY) in uses)
 
 
 def _looked_into(code: types.CodeType, libraries: frozenset[str]) -> Iterator[Use]:
     steps = steps_of(code)
-    parameters = {name for names in parameters_in(code) for name in names}
+    parameters = parameters_in(code)
     for at, step in enumerate(steps):
         variable = step.opname in (*VARIABLES, *OUTER) or (step.opname.startswith(LOCAL) and step.argval in parameters)
         if step.opname in ATTRIBUTES and steps[at - 1].opname in VARIABLES and steps[at - 1].argval in libraries:
