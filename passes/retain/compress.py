@@ -9,21 +9,22 @@
         dy, mask, scale)                    dy, mask_1, scale)
 
 All readers behind forward read the decoded value, and views of it are made anew. ``encode`` and ``decode`` are
-operators like others, so the solver may drop their results and run them again.
+operators like others, so the solver may drop their results and run them again. What a ``decode`` reads besides the code
+is the value itself, or another run of it, also where readers behind forward get it decoded from a code of its own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from roamc.compat import FakeTensorMode, trace
 from roamc.errors import PlanError
-from roamc.graph import Encoding, Phase, TrainGraph, output_node, tensors_of
+from roamc.graph import Encoding, Phase, TrainGraph, output_node, placeholders, tensors_of
 from roamc.graph.memory import MemoryModel, Place, Storage, fills_storage
 from roamc.graph.rewrite import value_of
 from roamc.graph.storage_ids import number, number_result
@@ -33,6 +34,9 @@ from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, shapes, u
 from roamc.passes.retain.codecs.codec import Read
 from roamc.rewriting.rerun_variants import must_stay
 from roamc.rewriting.versions import Versions
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides in elements, dtype and device of a tensor that begins its storage."""
 
 MARK = "code"
 """Key in ``node.meta`` of the nodes that belong to a codec; the value is a :class:`Mark`."""
@@ -71,11 +75,13 @@ class Value(NamedTuple):
         storage: the storage in the memory model.
         saved: its node, its readers in forward, and its readers behind forward that look at elements.
         shapes: its readers behind forward that need only the shape.
+        memory: the memory model.
     """
 
     storage: Storage
     saved: Saved
     shapes: tuple[Read, ...]
+    memory: MemoryModel
 
 
 def values(memory: MemoryModel) -> Iterator[Value]:
@@ -96,7 +102,7 @@ def values(memory: MemoryModel) -> Iterator[Value]:
         early = tuple(read for phase, read in reads[storage.index] if phase is Phase.FORWARD)
         late = [read for phase, read in reads[storage.index] if phase is not Phase.FORWARD]
         shape = tuple(read for read in late if shapes.reads_shape(read, node))
-        yield Value(storage, Saved(node, early, tuple(read for read in late if read not in shape)), shape)
+        yield Value(storage, Saved(node, early, tuple(read for read in late if read not in shape)), shape, memory)
 
 
 def _whole_nodes(memory: MemoryModel) -> dict[int, fx.Node]:
@@ -134,8 +140,8 @@ def coding_of(value: Value, name: str) -> tuple[Codec, Coding] | None:
     """Return the codec called ``name`` and its coding of ``value``; None for the name "shapes", which keeps nothing.
 
     Raises:
-        PlanError: there is no codec ``name``, the codec does not fit ``value``, or ``name`` is "shapes" and a reader
-            behind forward looks at elements.
+        PlanError: there is no codec ``name``, the codec does not fit ``value`` or what it reads beside it is
+            :func:`unfit`, or ``name`` is "shapes" and a reader behind forward looks at elements.
     """
     if name == shapes.NAME:
         if not value.saved.late:
@@ -145,7 +151,32 @@ def coding_of(value: Value, name: str) -> tuple[Codec, Coding] | None:
     coding = codec.fit(value.saved)
     if coding is None:
         raise PlanError(f"codec {name!r} does not fit {value.storage.name}")
+    for node in coding.beside(value.saved.node):
+        if why := unfit(value, node):
+            raise PlanError(f"codec {name!r} does not fit {value.storage.name}: {node.name}, beside it, {why}")
     return codec, coding
+
+
+def unfit(value: Value, beside: fx.Node) -> str:
+    """Return why no codec of ``value`` may read ``beside`` as well, as the end of a sentence; "" if one may.
+
+    It may read a tensor that fills its storage, is there in forward, and is not written. Parameters and states that
+    updates write, where all readers of the value behind forward read them as well, are there for these readers.
+    """
+    if not isinstance(beside.meta.get("val"), torch.Tensor) or not fills_storage(beside.meta["val"]):
+        return "is no whole tensor"
+    memory = value.memory
+    storage = memory.storage_of(beside)
+    late = storage.producer >= 0 and memory.operators[storage.producer].phase is not Phase.FORWARD
+    if late or storage.place is Place.TANGENT:
+        return "is not there in forward"
+    if storage.overwritten:
+        return "is written by the caller when forward has run"
+    readers = {op.node for op in memory.operators if storage.index in op.reads}
+    updated = storage.place is Place.INPUT and readers.issuperset(read.reader for read in value.saved.late)
+    writes = (op for op in memory.operators if storage.index in op.writes)
+    writer = next((op for op in writes if not (updated and op.phase is Phase.UPDATE)), None)
+    return "" if writer is None else f"is written later, by {writer.node.name}"
 
 
 def codings(value: Value, lossy: Collection[str] = ()) -> Iterator[tuple[str, Coding | None]]:
@@ -162,7 +193,9 @@ def codings(value: Value, lossy: Collection[str] = ()) -> Iterator[tuple[str, Co
         return
     for codec in usable(lossy):
         coding = codec.fit(value.saved)
-        if coding is not None and coding.nbytes < value.storage.nbytes:
+        if coding is None or coding.nbytes >= value.storage.nbytes:
+            continue
+        if not any(unfit(value, node) for node in coding.beside(value.saved.node)):
             yield codec.name, coding
 
 
@@ -195,9 +228,9 @@ class _Writer(Versions):
 
     Attributes:
         encodings: one for every value that has a code.
-        decodings: maps a reader behind forward to the values that are decoded in front of it, with their operators.
+        decodings: maps a reader behind forward to the values that are decoded in front of it, with their operators and
+            what these read.
         shapes: maps a reader to (position of an argument that becomes a stand-in, value).
-        codes: maps the node of a value to the node of its code.
         decoded: maps the node of a value to that of the decoded value, from the first reader behind forward on.
     """
 
@@ -205,9 +238,8 @@ class _Writer(Versions):
         super().__init__(graph)
         self.position = {node: number for number, node in enumerate(graph.graph.nodes)}
         self.encodings: list[Encoding] = []
-        self.decodings: dict[fx.Node, list[tuple[Value, fx.Graph]]] = {}
+        self.decodings: dict[fx.Node, list[tuple[Value, fx.Graph, Sequence[fx.Node]]]] = {}
         self.shapes: dict[fx.Node, list[tuple[int, Value]]] = {}
-        self.codes: dict[fx.Node, fx.Node] = {}
         self.decoded: dict[fx.Node, fx.Node] = {}
 
     def add(self, value: Value, chosen: tuple[Codec, Coding] | None) -> None:
@@ -224,11 +256,14 @@ class _Writer(Versions):
         codec, coding = chosen
         node, late = value.saved.node, value.saved.late
         last = max((node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
-        encode = recorded(coding, "encode", *geometry_of(node))
-        code = self.codes[node] = self._insert(encode, node, node, last.next, last, self._mark(value, "encode"))
-        decode = recorded(coding, "decode", *geometry_of(code))
-        self.decodings.setdefault(late[0].reader, []).append((value, decode))
-        self.encodings.append(Encoding(value.storage.name, codec.name, codec.error, codec.keeps, encode, decode))
+        encode = recorded(coding, "encode", geometry_of(node))
+        code = self._insert(encode, [node], node, last.next, last, self._mark(value, "encode"))
+        beside = coding.beside(node)
+        sources = [*([] if code is None else [code]), *beside]
+        decode = recorded(coding, "decode", *map(geometry_of, sources))
+        self.decodings.setdefault(late[0].reader, []).append((value, decode, sources))
+        names = tuple(self.memory.storage_of(each).name for each in beside)
+        self.encodings.append(Encoding(value.storage.name, codec.name, codec.error, codec.keeps, encode, decode, names))
 
     def write(self) -> None:
         """Insert the ``decode`` nodes into the graph, and exchange arguments: the graph is changed in place.
@@ -237,8 +272,8 @@ class _Writer(Versions):
         value, and readers that need only the shape a stand-in.
         """
         for node in list(self.makers.values()):
-            for value, decode in self.decodings.get(node, ()):
-                self._decode(value, decode, node)
+            for value, decode, sources in self.decodings.get(node, ()):
+                self._decode(value, decode, sources, node)
             for position, value in self.shapes.get(node, ()):
                 self._stand_in(node, position, value)
             if self.decoded:
@@ -248,9 +283,10 @@ class _Writer(Versions):
         maker = self.memory.operators[value.storage.producer].node
         return Mark(value.storage.name, role, name_of(maker.target))
 
-    def _decode(self, value: Value, decode: fx.Graph, at: fx.Node) -> None:
+    def _decode(self, value: Value, decode: fx.Graph, sources: Sequence[fx.Node], at: fx.Node) -> None:
         node = value.saved.node
-        result = self._insert(decode, self.codes[node], node, at, at, self._mark(value, "decode"))
+        result = self._insert(decode, sources, node, at, at, self._mark(value, "decode"))
+        assert result is not None  # a coding's decode returns a tensor
         _check_decoded(result, node)
         names = [node]
         for name in names:
@@ -260,15 +296,21 @@ class _Writer(Versions):
     def _stand_in(self, reader: fx.Node, position: int, value: Value) -> None:
         tensor = value.saved.tensor
         recorded = recorded_stand_in(tuple(map(int, tensor.shape)), tensor.dtype, tensor.device)
-        stand_in = self._insert(recorded, None, value.saved.node, reader, reader, self._mark(value, "shape"))
+        stand_in = self._insert(recorded, (), value.saved.node, reader, reader, self._mark(value, "shape"))
         reader.args = (*reader.args[:position], stand_in, *reader.args[position + 1 :])
 
     def _insert(
-        self, recorded: fx.Graph, source: fx.Node | None, like: fx.Node, before: fx.Node, phase_of: fx.Node, mark: Mark
-    ) -> fx.Node:
-        """Copy ``recorded`` in front of ``before``, reading ``source``, with the name and stack trace of ``like``."""
+        self,
+        recorded: fx.Graph,
+        sources: Sequence[fx.Node],
+        like: fx.Node,
+        before: fx.Node,
+        phase_of: fx.Node,
+        mark: Mark,
+    ) -> fx.Node | None:
+        """Copy ``recorded`` in front of ``before``, reading ``sources``, with the name and stack trace of ``like``."""
         with self.graph.graph.inserting_before(before):
-            nodes, result = copy_into(self.graph.graph, self.mode, recorded, source, f"{like.name}_{mark.role}")
+            nodes, result = copy_into(self.graph.graph, self.mode, recorded, sources, f"{like.name}_{mark.role}")
         for node in nodes:
             node.name = self.names.fresh(f"{like.name}_{mark.role}")
             node.meta |= {key: like.meta[key] for key in ("stack_trace",) if key in like.meta}
@@ -278,26 +320,24 @@ class _Writer(Versions):
 
 
 def copy_into(
-    graph: fx.Graph, mode: FakeTensorMode, recorded: fx.Graph, source: fx.Node | None, name: str
-) -> tuple[list[fx.Node], fx.Node]:
+    graph: fx.Graph, mode: FakeTensorMode, recorded: fx.Graph, sources: Sequence[fx.Node], name: str
+) -> tuple[list[fx.Node], fx.Node | None]:
     """Insert the operators of ``recorded`` into ``graph`` where it inserts now, and run them on fake tensors.
 
     Args:
         graph: the graph to write into.
         mode: the fake mode of its tensors.
-        recorded: operators with one output, and one placeholder or none.
-        source: node of ``graph`` that stands for the placeholder; None if there is none.
+        recorded: operators with one output, a tensor or None.
+        sources: nodes of ``graph``, one for each placeholder.
         name: name of the new nodes, which FX makes unique.
 
     Returns:
-        The new nodes, first to last, and the one that stands for the output.
+        The new nodes, first to last, and the one that stands for the output, if that is a tensor.
     """
-    copies: dict[fx.Node, fx.Node] = {}
+    copies = dict(zip(placeholders(recorded), sources, strict=True))
     fresh: list[fx.Node] = []
     for node in recorded.nodes:
-        if node.op == "placeholder":
-            copies[node] = source  # type: ignore[assignment]
-        elif node.op == "call_function":
+        if node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
             copies[node] = graph.create_node("call_function", node.target, args, kwargs, name=name)
             with mode:
@@ -305,33 +345,32 @@ def copy_into(
                 copies[node].meta["val"] = node.target(*values[0], **values[1])
             number_result(copies[node])
             fresh.append(copies[node])
-    return fresh, copies[output_node(recorded).args[0]]  # type: ignore[index]
+    result = output_node(recorded).args[0]
+    return fresh, copies[result] if isinstance(result, fx.Node) else None
 
 
-def geometry_of(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+def geometry_of(node: fx.Node) -> Geometry:
     """Return shape, strides, dtype and device of the tensor that ``node`` stands for."""
     tensor = node.meta["val"]
     return tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype, tensor.device
 
 
 @functools.lru_cache(maxsize=4096)
-def recorded(
-    coding: Coding, way: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> fx.Graph:
-    """Return the operators of ``coding.encode`` or ``coding.decode`` for one tensor, as a graph with one placeholder.
+def recorded(coding: Coding, way: str, *tensors: Geometry) -> fx.Graph:
+    """Return the operators of ``coding.encode`` or ``coding.decode``, as a graph with one placeholder a tensor.
 
     Calls with equal arguments share the graph, which must not be changed.
 
     Args:
         coding: the coding.
         way: "encode" or "decode".
-        shape, stride, dtype, device: those of the tensor that is encoded, or of the code that is decoded.
+        tensors: geometry of the tensor that is encoded; or of the code, if there is one, and of what is beside it.
     """
     mode = FakeTensorMode()
     with mode:
-        example = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    way_of = coding.encode if way == "encode" else coding.decode
-    graph = trace(lambda tensor: way_of(tensor), [example], mode).graph
+        examples = [torch.empty_strided(*lies, dtype=dtype, device=device) for *lies, dtype, device in tensors]
+    way_of: Callable[..., Tensor | None] = coding.encode if way == "encode" else coding.decode
+    graph = trace(lambda *fakes: way_of(*fakes), examples, mode).graph
     number(graph)
     return graph
 

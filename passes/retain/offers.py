@@ -7,8 +7,9 @@ geometry; :func:`roamc.passes.retain.compress.compress` writes the same operator
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -17,12 +18,13 @@ from roamc import cost
 from roamc.compat import FakeTensorMode
 from roamc.cost import DeviceProfile
 from roamc.graph import Phase, TrainGraph, operators
-from roamc.graph.memory import build_memory
+from roamc.graph.memory import Place, build_memory
 from roamc.graph.storage_ids import number_result
 from roamc.options import Options
 from roamc.passes.retain.codecs import Coding
 from roamc.passes.retain.compress import (
     Code,
+    Geometry,
     Value,
     codings,
     copy_into,
@@ -38,9 +40,6 @@ from roamc.solvers.retain import Extra, Offer, Part, Result
 WORTH_SHARE = 1_000
 """A storage gets a codec only if it is larger than all saved bytes divided by this number."""
 
-_SOURCE = 0
-"""The buffer of a small graph that stands for the storage itself; each other one is named one lower in an offer."""
-
 
 def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[tuple[Code, Offer]]:
     """Return an offer for each codec that makes a saved storage smaller, in the graph's order.
@@ -55,7 +54,12 @@ def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[t
     writer = _Offers(asked, options, profile)
     least = sum(storage.nbytes for storage in asked.memory.saved) // WORTH_SHARE
     large = [value for value in values(asked.memory) if value.storage.nbytes > least and writer.knows_readers(value)]
-    candidates = [(value, name, coding) for value in large for name, coding in codings(value, options.codecs)]
+    candidates = [
+        (value, name, coding)
+        for value in large
+        for name, coding in codings(value, options.codecs)
+        if writer.in_time(value, coding)
+    ]
     return [
         (Code(value.storage.name, name), writer.offer(value, coding, (place, len(candidates))))
         for place, (value, name, coding) in enumerate(candidates)
@@ -64,7 +68,10 @@ def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[t
 
 @dataclass(frozen=True)
 class _Row:
-    """An operator that a codec adds, before it has a place in the graph; fields as in :class:`Extra`."""
+    """An operator that a codec adds, before it has a place in the graph; fields as in :class:`Extra`.
+
+    Buffer 0 stands for the storage itself, buffers 1, 2 and so on for what the codec reads beside it.
+    """
 
     seconds: float
     workspace: int
@@ -78,7 +85,7 @@ class _Rows:
     """The operators of a codec for storages of one geometry.
 
     Attributes:
-        encode: operators that make the smaller form of buffer :data:`_SOURCE`.
+        encode: operators that make the smaller form of the storage.
         decode: operators that make the storage again.
         nbytes: bytes of the smaller form.
         result: which of the buffers that both make is the storage again.
@@ -90,6 +97,16 @@ class _Rows:
     result: int
 
 
+class _Source(NamedTuple):
+    """What a codec reads that it does not make: the number of its buffer, and whether the step itself makes it.
+
+    An input of the graph is no buffer of the problem: its number is None.
+    """
+
+    buffer: int | None
+    own: bool
+
+
 class _Offers:
     """Makes offers for the storages of one problem."""
 
@@ -98,7 +115,16 @@ class _Offers:
         self.operator = {name: number for number, name in enumerate(asked.operators)}
         self.buffer = {storage.index: number for number, storage in enumerate(asked.storages)}
         self.position = {node: number for number, node in enumerate(asked.graph.graph.nodes)}
+        self.step = {op: at for at, op in enumerate(asked.problem.sequence.tolist())}
         self.rows: dict[object, _Rows] = {}
+
+    def in_time(self, value: Value, coding: Coding | None) -> bool:
+        """Whether all that ``coding`` reads beside the storage is made in front of the first reader behind forward."""
+        beside = () if coding is None else coding.beside(value.saved.node)
+        producers = [self.asked.memory.storage_of(node).producer for node in beside]
+        makers = [self.asked.memory.operators[producer].node.name for producer in producers if producer >= 0]
+        late = [self.step[self.operator[read.reader.name]] for read in value.saved.late]
+        return all(self.step[self.operator[name]] < min(late) for name in makers)
 
     def knows_readers(self, value: Value) -> bool:
         """Whether every use of the storage is one that reads it by an argument, so that a codec can redirect it."""
@@ -122,39 +148,43 @@ class _Offers:
         if coding is not None:
             rows = self._coding_rows(value, coding)
             nbytes = rows.nbytes
-            extras += self._coded(value, rows, source, place)
+            extras += self._coded(value, rows, coding, place)
             instead += [(self.operator[read.reader.name], rows.result) for read in value.saved.late]
         for row, reader in self._stand_ins(value):
             own = sum(len(extra.makes) for extra in extras)
             anchor = self.operator[reader.name]
-            extras.append(_placed(row, Part.STAND_IN, anchor, sum(place), source))
+            extras.append(_placed(row, Part.STAND_IN, anchor, sum(place), ()))
             instead.append((anchor, own))
         return Offer(source, nbytes, tuple(extras), tuple(dict.fromkeys(instead)))
 
-    def _coded(self, value: Value, rows: _Rows, source: int, place: tuple[int, int]) -> Iterator[Extra]:
+    def _source(self, node: fx.Node) -> _Source:
+        storage = self.asked.memory.storage_of(node)
+        return _Source(self.buffer.get(storage.index), storage.place is Place.TEMPORARY)
+
+    def _coded(self, value: Value, rows: _Rows, coding: Coding, place: tuple[int, int]) -> Iterator[Extra]:
         """The operators that encode and decode ``value``."""
         at, count = place
+        sources = [self._source(node) for node in (value.saved.node, *coding.beside(value.saved.node))]
         last = max((value.saved.node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
         producer = self.asked.memory.operators[value.storage.producer].node
         behind = self.operator[producer.name if last is value.saved.node else last.name]
         for row in rows.encode:
-            yield _placed(row, Part.ENCODE, behind, (self.position[last] + 1) * count - at, source)
+            yield _placed(row, Part.ENCODE, behind, (self.position[last] + 1) * count - at, sources)
         front = self.operator[value.saved.late[0].reader.name]
         for row in rows.decode:
-            yield _placed(row, Part.DECODE, front, at, source)
+            yield _placed(row, Part.DECODE, front, at, sources)
 
     def _coding_rows(self, value: Value, coding: Coding) -> _Rows:
         """The operators of ``coding`` for the geometry of ``value``; found once for all equal ones."""
-        geometry = geometry_of(value.saved.node)
-        key = coding, geometry
+        geometries = [geometry_of(node) for node in (value.saved.node, *coding.beside(value.saved.node))]
+        key = coding, *geometries
         if key not in self.rows:
-            encode = recorded(coding, "encode", *geometry)
-            mini = _Small(geometry)
-            code = mini.add(encode)
-            first = len(operators(mini.graph)) - 1
-            decode = recorded(coding, "decode", *geometry_of(code))
-            result = mini.add(decode, code)
-            self.rows[key] = self._numbered(mini, code, result, {n.name for n in operators(mini.graph)[1 : first + 1]})
+            mini = _Small(*geometries)
+            code = mini.add(recorded(coding, "encode", geometries[0]), mini.sources[:1])
+            encoding = operators(mini.graph)[len(geometries) :]
+            sources = [*([] if code is None else [code]), *mini.sources[1:]]
+            result = mini.add(recorded(coding, "decode", *map(geometry_of, sources)), sources)
+            self.rows[key] = self._numbered(mini, code, result, {node.name for node in encoding})
         return self.rows[key]
 
     def _stand_ins(self, value: Value) -> Iterator[tuple[_Row, fx.Node]]:
@@ -164,31 +194,32 @@ class _Offers:
             key = "stand-in", geometry
             if key not in self.rows:
                 mini = _Small(geometry)
-                stand_in = mini.add(recorded_stand_in(shape, dtype, device))
-                self.rows[key] = self._numbered(mini, stand_in, stand_in, set())
+                stand_in = mini.add(recorded_stand_in(shape, dtype, device), ())
+                self.rows[key] = self._numbered(mini, None, stand_in, set())
             for row in self.rows[key].decode:
                 yield row, read.reader
 
-    def _numbered(self, mini: _Small, code: fx.Node, result: fx.Node, encoding: set[str]) -> _Rows:
+    def _numbered(self, mini: _Small, code: fx.Node | None, result: fx.Node | None, encoding: set[str]) -> _Rows:
         """The operators of a small graph, as numbers; ``encoding`` names those that encode."""
+        assert result is not None  # what decodes, or makes a stand-in, returns a tensor
         graph = mini.finished(self.asked.graph.threads)
         memory = build_memory(graph)
         order = [op.node.name for op in memory.operators]
         small_question = question(
             graph, self.options, order, cost.prices(graph, self.profile), self.asked.allowed, as_given=True
         )
-        problem = small_question.problem
-        rows = [self._row(small_question, op) for op in range(1, problem.num_ops)]
-        encode = tuple(row for row, name in zip(rows, order[1:], strict=True) if name in encoding)
+        num_sources = len(mini.sources)
+        rows = [self._row(small_question, op, num_sources) for op in range(num_sources, small_question.problem.num_ops)]
+        encode = tuple(row for row, name in zip(rows, order[num_sources:], strict=True) if name in encoding)
         buffer = {storage.index: number for number, storage in enumerate(small_question.storages)}
         return _Rows(
             encode=encode,
             decode=tuple(rows[len(encode) :]),
-            nbytes=memory.storage_of(code).nbytes,
-            result=buffer[memory.storage_of(result).index] - 1,
+            nbytes=0 if code is None else memory.storage_of(code).nbytes,
+            result=buffer[memory.storage_of(result).index] - num_sources,
         )
 
-    def _row(self, small_question: Question, op: int) -> _Row:
+    def _row(self, small_question: Question, op: int, num_sources: int) -> _Row:
         problem, order = small_question.problem, small_question.problem.order
         buffers = writes(order).lists()[op]
         reusable = reusables(order).lists()
@@ -196,33 +227,39 @@ class _Offers:
             seconds=float(problem.seconds[op]),
             workspace=int(order.workspace[op]),
             repeatable=bool(problem.repeatable[op]),
-            reads=tuple(map(_own, reads(order).lists()[op])),
+            reads=_named(reads(order).lists()[op], num_sources),
             makes=tuple(
-                Result(int(order.size[k]), bool(problem.droppable[k]), tuple(map(_own, reusable[k]))) for k in buffers
+                Result(int(order.size[k]), bool(problem.droppable[k]), _named(reusable[k], num_sources))
+                for k in buffers
             ),
         )
 
 
 class _Small:
-    """A graph under construction that has a storage of one geometry, and operators of a codec for it.
+    """A graph under construction that has a storage, what a codec reads beside it, and operators of the codec.
 
     Attributes:
-        graph: the FX graph; its first operator makes the storage.
+        graph: the FX graph; its first operators make the storages of ``sources``.
+        sources: the nodes of the storage, and of what is beside it.
     """
 
-    def __init__(self, geometry: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]) -> None:
-        shape, stride, dtype, device = geometry
+    def __init__(self, *geometries: Geometry) -> None:
         self.graph, self.mode = fx.Graph(), FakeTensorMode()
+        self.sources = [self._made(geometry) for geometry in geometries]
+
+    def _made(self, geometry: Geometry) -> fx.Node:
+        shape, stride, dtype, device = geometry
         target = torch.ops.aten.empty_strided.default
         keywords: dict[str, fx.node.Argument] = {"dtype": dtype, "device": device}
-        self.source = self.graph.create_node("call_function", target, (shape, stride), keywords)
+        node = self.graph.create_node("call_function", target, (shape, stride), keywords)
         with self.mode:
-            self.source.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        number_result(self.source)
+            node.meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        number_result(node)
+        return node
 
-    def add(self, steps: fx.Graph, source: fx.Node | None = None) -> fx.Node:
-        """Add recorded operators that read ``source``, or the storage if it is None; return the node of the result."""
-        return copy_into(self.graph, self.mode, steps, source or self.source, "coded")[1]
+    def add(self, steps: fx.Graph, sources: Sequence[fx.Node]) -> fx.Node | None:
+        """Add recorded operators that read ``sources``; return the node of the result, None if they make none."""
+        return copy_into(self.graph, self.mode, steps, sources, "coded")[1]
 
     def finished(self, threads: int) -> TrainGraph:
         """Return the graph, in which all is forward and nothing is handed out."""
@@ -231,16 +268,20 @@ class _Small:
         return TrainGraph("codec", fx.GraphModule(torch.nn.Module(), self.graph), (), (), phase, threads=threads)
 
 
-def _own(buffer: int) -> int:
-    """A buffer of a small graph as an offer names it, in which :data:`_SOURCE` is still to be replaced."""
-    return buffer if buffer == _SOURCE else ~(buffer - 1)
+def _named(buffers: Iterable[int], num_sources: int) -> tuple[int, ...]:
+    """Buffers of a small graph as an offer names them: those behind the first ``num_sources``, its own, below 0."""
+    return tuple(buffer if buffer < num_sources else ~(buffer - num_sources) for buffer in buffers)
 
 
-def _placed(row: _Row, part: Part, anchor: int, rank: int, source: int) -> Extra:
-    """The operator at its place, with ``source`` for the storage that it reads."""
-    makes = tuple(
-        dataclasses.replace(result, reusable=tuple(source if k == _SOURCE else k for k in result.reusable))
-        for result in row.makes
-    )
-    read = tuple(source if buffer == _SOURCE else buffer for buffer in row.reads)
-    return Extra(part, anchor, rank, row.seconds, row.workspace, row.repeatable, read, makes)
+def _placed(row: _Row, part: Part, anchor: int, rank: int, sources: Sequence[_Source]) -> Extra:
+    """The operator at its place, with the buffers of the problem in the place of those that are ``sources``."""
+
+    def of_problem(buffers: Iterable[int]) -> tuple[int, ...]:
+        named = (buffer if buffer < 0 else sources[buffer].buffer for buffer in buffers)
+        return tuple(buffer for buffer in named if buffer is not None)
+
+    def reusable(result: Result) -> tuple[int, ...]:
+        return of_problem(buffer for buffer in result.reusable if buffer < 0 or sources[buffer].own)
+
+    makes = tuple(dataclasses.replace(result, reusable=reusable(result)) for result in row.makes)
+    return Extra(part, anchor, rank, row.seconds, row.workspace, row.repeatable, of_problem(row.reads), makes)

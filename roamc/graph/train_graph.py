@@ -87,8 +87,11 @@ class Encoding:
         codec: name of the codec.
         error: the most by which an element may differ after decoding; 0 for exact.
         keeps: what of the value is the same after decoding. Only readers that need no more may read it.
-        encode: operators from the value, the only placeholder, to its code, the only output.
-        decode: operators from the code to a tensor with the value's shape and strides.
+        encode: operators from the value, the only placeholder, to its code, the only output; None if there is no code.
+        decode: operators from the code, if there is one, and what is beside it to a tensor with the value's shape and
+            strides.
+        beside: names of the storages that ``decode`` reads besides the code, or of inputs. Each was made by an operator
+            that reads the value, or was read or made by the one that made the value.
     """
 
     storage: str
@@ -97,6 +100,7 @@ class Encoding:
     keeps: Need
     encode: fx.Graph = field(repr=False)
     decode: fx.Graph = field(repr=False)
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

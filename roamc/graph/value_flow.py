@@ -14,7 +14,8 @@ Views need no number: they are places in a storage, and a reader reads (number o
 is derived anew from its operator and arguments, once for all views that are alike. A rerun has the number of its
 original, also one of a collective that runs again on all ranks, a replay that of the draw that it repeats, a result
 written over an argument the number that it would have in memory of its own. What a codec has decoded counts as the
-value that was encoded, for readers that need no more of it than the codec keeps.
+value that was encoded, for readers that need no more of it than the codec keeps. A codec may read other values beside
+its code, that the one it decodes was made from or with, or that were made from it.
 
 This module shares no code with the passes: which of their rewritings change operators but no values stands a second
 time in :mod:`roamc.graph.same_values`.
@@ -25,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from roamc.errors import VerifyError
+from roamc.errors import VerifyError, way_out
 from roamc.graph import Phase, TrainGraph, maker_of, output_values, placeholders, update_judge
 from roamc.graph.keep import is_kept
 from roamc.graph.ranks import check_again
@@ -54,7 +55,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
 
     Raises:
         VerifyError: a view lies in another storage than its base, or elsewhere in it than its arguments say, or cannot
-            be made with these arguments.
+            be made with these arguments. Or a codec reads something that has nothing to do with what it decodes.
     """
     walk = walk_of(numbers, graph.encodings, graph.reuse, graph.same_plan)
     fed = list(zip(placeholders(graph.graph), graph.inputs, strict=True))
@@ -81,6 +82,11 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
             if odd is not None:
                 raise VerifyError(f"after pass {after!r}: {node.name} is a view {odd}")
             updates.note(walk, node)
+    for encoding, name in walk.strange:
+        raise VerifyError(
+            f"after pass {after!r}: codec {encoding.codec!r} makes {encoding.storage} from {name}, and no operator "
+            f"makes one from the other, or both; {way_out(after)}"
+        )
     finals |= walk.results(returned, "step")
     for node in handed_in:
         finals |= walk.left(node, callers.get(node, node.name))

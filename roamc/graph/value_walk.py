@@ -31,7 +31,8 @@ class Walk:
 
     Attributes:
         numbers: gives the numbers.
-        encodings: name of a storage to its encodings.
+        encodings: name of a storage, or of an input, to the encodings of it and those that read it beside what they
+            decode.
         reuse: name of an operator to the position of the argument that its result is written over.
         state: number of the random generator's present state.
         operators: name of each operator that has run to the number of its call.
@@ -39,6 +40,7 @@ class Walk:
         effects: (number, name) of each operator that has run and has an effect other than results and writes; of a
             collective that may run again, the first run.
         again: group of ranks to the number of its collectives that have run again.
+        strange: encodings that read something that has nothing to do with what they decode, and its name.
         makers: number to the name of the first node that has it.
         writers: content of a storage to the name of the first operator that has written it in place.
     """
@@ -53,7 +55,10 @@ class Walk:
         self.numbers = numbers
         self.encodings: dict[str, list[Encoding]] = {}
         for encoding in encodings:
-            self.encodings.setdefault(encoding.storage, []).append(encoding)
+            for name in dict.fromkeys((encoding.storage, *encoding.beside)):
+                self.encodings.setdefault(name, []).append(encoding)
+        self.strange: list[tuple[Encoding, str]] = []
+        self._named: dict[str, Number] = {}
         self.reuse = reuse or {}
         self.same_plan = same_plan
         self._sent: set[Number] = set()
@@ -77,6 +82,7 @@ class Walk:
             if self._memory(place) not in self._content:
                 self._content[self._memory(place)] = content = self.numbers.of("part", number, place.position)
                 self.numbers.born(content, place.geometry)
+                self._note_encodings(storage_name(node, place.position), content)
 
     def call(self, node: fx.Node) -> str | None:
         """Run ``node``: number what it reads, then what it makes and writes.
@@ -295,8 +301,7 @@ class Walk:
             self.numbers.born(content, place.geometry)
             self._content[self._memory(place)] = content
             if self.encodings:
-                for encoding in self.encodings.get(storage_name(node, place.position), ()):
-                    self._decoded[self._coded(encoding, content)] = encoding.keeps, content
+                self._note_encodings(storage_name(node, place.position), content)
 
     def _note(self, *key: Any, by: str) -> Number:
         number = self.numbers.of(*key)
@@ -332,10 +337,23 @@ class Walk:
                 contents_made = [walk._content[walk._memory(place)] for place in places]
         return walk.operators.get(name, number), contents_made
 
-    def _coded(self, encoding: Encoding, value: Number) -> Number:
+    def _note_encodings(self, name: str, content: Number) -> None:
+        """Note what is decoded of storages, now that the one called ``name`` is there, with ``content``."""
+        for encoding in self.encodings.get(name, ()):
+            self._named[name] = content
+            names = encoding.storage, *encoding.beside
+            if not all(each in self._named for each in names):
+                continue
+            value, *beside = (self._named[each] for each in names)
+            strange = strangers(self.numbers, value, beside)
+            self.strange += [(encoding, encoding.beside[at]) for at in strange]
+            if not strange:
+                self._decoded[self._coded(encoding, value, beside)] = encoding.keeps, value
+
+    def _coded(self, encoding: Encoding, value: Number, beside: Sequence[Number]) -> Number:
         """The number of the decoded value, where ``value`` was encoded and decoded by ``encoding``."""
         _, code = self.run(encoding.encode, [value])
-        _, (decoded,) = self.run(encoding.decode, code)
+        _, (decoded,) = self.run(encoding.decode, [*code, *beside])
         return decoded
 
     # -- arguments ------------------------------------------------------------------------------
@@ -399,6 +417,30 @@ class Walk:
             base = node.args[0]
             self._other[node] = self.numbers.of("pick", self._other_of(base), self._key(node.args[1:]))  # type: ignore[arg-type]
         return self._other[node]
+
+
+def strangers(numbers: Numbers, value: Number, beside: Sequence[Number]) -> list[int]:
+    """Return the positions in ``beside`` of what has nothing to do with ``value``; all are contents of storages.
+
+    The rest was read or made, together with ``value``, by the operator that made it or another of ``beside``.
+    """
+    calls = [numbers.key(content)[1] for content in (value, *beside) if numbers.key(content)[0] == "part"]
+    touched = [{number for number in (value, *beside) if _touches(numbers, call, number)} for call in calls]
+    near = {number for group in touched if value in group for number in group}
+    return [position for position, number in enumerate(beside) if number not in near]
+
+
+def _touches(numbers: Numbers, call: Number, content: Number) -> bool:
+    """Whether the operator whose call has the number ``call`` reads or makes a storage with this content."""
+    kind, *fields = numbers.key(content)
+    return (kind == "part" and fields[0] == call) or _reads(numbers.key(call), content)
+
+
+def _reads(key: Key, content: Number) -> bool:
+    """Whether the key of a call, or of an argument, has a tensor in a storage with this content."""
+    if key[:1] == ("read",):
+        return content in key[1::2]
+    return any(isinstance(part, tuple) and _reads(part, content) for part in key)
 
 
 def output_name(position: int, port: Port, part: str) -> str:

@@ -13,6 +13,7 @@ operators draw what they drew the first time: the generator's state is saved in 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -51,14 +52,16 @@ def rerun(graph: TrainGraph, reruns: Iterable[Rerun]) -> TrainGraph:
 
 
 def _of_versions(graph: TrainGraph) -> Iterator[Encoding]:
-    """The encodings of ``graph``, one for each run that makes the storage: any of these runs may be the first."""
+    """The encodings of ``graph``, one for each run of what is encoded and beside it: any of these may be the first."""
     runs: dict[str, list[str]] = {}
     for node in graph.graph.nodes:
         runs.setdefault(node.meta.get("again", node.name), []).append(node.name)
     for encoding in graph.encodings:
-        maker = maker_of(encoding.storage)
-        for run in runs.get(maker, ()):
-            yield replace(encoding, storage=run + encoding.storage.removeprefix(maker))
+        makers = [maker_of(storage) for storage in (encoding.storage, *encoding.beside)]
+        ends = [name.removeprefix(maker_of(name)) for name in (encoding.storage, *encoding.beside)]
+        for named in itertools.product(*(runs.get(maker, ()) for maker in makers)):
+            storage, *beside = (run + end for run, end in zip(named, ends, strict=True))
+            yield replace(encoding, storage=storage, beside=tuple(beside))
 
 
 class _Writer(Versions):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from roamc.graph.memory import fills_storage
-from roamc.passes.retain.codecs.codec import Saved, flat
+from roamc.passes.retain.codecs.codec import Coding, Saved, flat
 from roamc.units import Bytes
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ PARTS = 8
 
 
 @dataclass(frozen=True)
-class Bits:
+class Bits(Coding):
     """A coding of bool tensors of one shape and stride: bytes of 0 and 1 become one bit each, packed eight to a byte.
 
     :func:`bits_of` makes it for a tensor's geometry. The tensor must fill its storage; the bits are packed in the
@@ -64,7 +64,7 @@ class Bits:
         code: Tensor = aten.add.Tensor(aten.select.int(quarter, 0, 0), aten.select.int(quarter, 0, 1), alpha=2)
         return code
 
-    def decode(self, code: Tensor) -> Tensor:
+    def decode(self, code: Tensor, /, *_: Tensor) -> Tensor:
         """Return the bool tensor, with ``shape`` and ``stride``, of which :meth:`encode` made ``code``."""
         number = aten.view.default(aten.arange.default(PARTS, dtype=torch.uint8, device=code.device), [PARTS, 1])
         shifted = aten.bitwise_right_shift.Tensor(aten.view.default(code, [1, self.nbytes]), number)

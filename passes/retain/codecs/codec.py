@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, fx
@@ -54,29 +54,48 @@ class Saved:
         return int(self.tensor.numel() * self.tensor.itemsize)
 
 
-class Coding(Protocol):
+class Coding(ABC):
     """How a codec keeps values of one geometry smaller; codings of values of one geometry are equal.
 
-    ``encode`` and ``decode`` are traced into the graph: they call ATen operators only, and do the same whatever the
-    tensors hold. ``decode`` returns a tensor with the shape, strides and dtype of the value, from which every reader
-    behind forward computes the same result, or one that differs by no more than follows from the codec's error.
+    ``encode`` and ``decode`` are traced into the graph: they call operators of ATen or roamc only, and do the same
+    whatever the tensors hold. ``decode`` returns a tensor with the shape, strides and dtype of the value, from which
+    every reader behind forward computes the same result, or one that differs by no more than follows from the codec's
+    error. A coding is a frozen dataclass, the key of a cache: equal codings encode and decode alike.
     """
 
-    def __hash__(self) -> int:
-        """Hash the coding, so that it can be the key of a cache: equal codings encode and decode alike."""
-
     @property
+    @abstractmethod
     def nbytes(self) -> Bytes:
-        """Bytes of the tensor that :meth:`encode` returns."""
+        """Bytes of the tensor that :meth:`encode` returns; 0 if it returns None."""
 
-    def encode(self, value: Tensor) -> Tensor:
-        """Return the code of ``value``: a tensor whose storage has ``self.nbytes`` bytes."""
+    def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Return what :meth:`decode` reads besides the code: values of forward, or inputs of the graph, that are there.
 
-    def decode(self, code: Tensor) -> Tensor:
+        Each fills its storage, and nothing writes it between forward and the readers of the value, see
+        :func:`roamc.passes.retain.compress.unfit`. It was made by an operator that reads the value, or was read or made
+        by the one that makes the value: the judge of values takes nothing else. Other readers' codecs do not change
+        what is read: it is the value itself, or another run of it. Most codings need nothing besides the code.
+
+        Args:
+            node: the node of a value with this coding.
+        """
+        return ()
+
+    @abstractmethod
+    def encode(self, value: Tensor) -> Tensor | None:
+        """Return the code of ``value``: a tensor whose storage has ``self.nbytes`` bytes.
+
+        None if :meth:`decode` needs nothing but what is beside the value.
+        """
+
+    @abstractmethod
+    def decode(self, code: Tensor, /, *beside: Tensor) -> Tensor:
         """Return the tensor that readers behind forward read in place of the value, with its shape, strides and dtype.
 
         Args:
-            code: what :meth:`encode` returned for the value.
+            code: what :meth:`encode` returned for the value. It is left out if that is None: the first argument is then
+                the first of ``beside``.
+            beside: the tensors of the nodes that :meth:`beside` returns.
         """
 
 

@@ -18,7 +18,7 @@ from roamc.graph import tensors_of
 from roamc.graph.memory import fills_storage, is_dense
 from roamc.operators import ops
 from roamc.operators.index_ranges import Range
-from roamc.passes.retain.codecs.codec import Read, Saved
+from roamc.passes.retain.codecs.codec import Coding, Read, Saved
 from roamc.units import Bytes
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 @dataclass(frozen=True)
-class Integers:
+class Integers(Coding):
     """A coding that casts integers to a narrower dtype.
 
     Attributes:
@@ -51,7 +51,7 @@ class Integers:
         code: Tensor = aten._to_copy.default(value, dtype=self.narrow)
         return code
 
-    def decode(self, code: Tensor) -> Tensor:
+    def decode(self, code: Tensor, /, *_: Tensor) -> Tensor:
         """Return the numbers of ``code`` in the dtype ``wide``, with the shape and strides of ``code``."""
         value: Tensor = aten._to_copy.default(code, dtype=self.wide)
         return value

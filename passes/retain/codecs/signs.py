@@ -16,14 +16,14 @@ from roamc.graph.memory import fills_storage
 from roamc.operators import ops
 from roamc.operators.ops import Need
 from roamc.passes.retain.codecs.bits import Bits, bits_of
-from roamc.passes.retain.codecs.codec import Read, Saved
+from roamc.passes.retain.codecs.codec import Coding, Read, Saved
 from roamc.units import Bytes
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Signs:
+class Signs(Coding):
     """A coding of floating tensors of one shape and stride, without negative elements: where they are not zero.
 
     Attributes:
@@ -46,7 +46,7 @@ class Signs:
         """
         return self.mask.encode(aten._to_copy.default(value, dtype=torch.bool))
 
-    def decode(self, code: Tensor) -> Tensor:
+    def decode(self, code: Tensor, /, *_: Tensor) -> Tensor:
         """Return 1 where the value was above zero or NaN, else 0: of ``dtype``, with the value's shape and strides."""
         numbers = aten.view.dtype(self.mask.decode(code), torch.uint8)  # torch casts these five times as fast as bools
         signs: Tensor = aten._to_copy.default(numbers, dtype=self.dtype)

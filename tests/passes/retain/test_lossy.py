@@ -15,14 +15,14 @@ import roamc
 from roamc.errors import OptionError, VerifyError
 from roamc.options import Options, parse_options
 from roamc.passes.retain import codecs
-from roamc.passes.retain.codecs import Codec, Saved
+from roamc.passes.retain.codecs import Codec, Coding, Saved
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import aten, captured_step
 
 
 @dataclass(frozen=True)
-class Halves:
+class Halves(Coding):
     """Keeps a float32 as a bfloat16."""
 
     count: int
@@ -34,7 +34,7 @@ class Halves:
     def encode(self, value: Tensor) -> Tensor:
         return aten._to_copy.default(value, dtype=torch.bfloat16)
 
-    def decode(self, code: Tensor) -> Tensor:
+    def decode(self, code: Tensor, /, *_: Tensor) -> Tensor:
         return aten._to_copy.default(code, dtype=torch.float32)
 
 

@@ -1,0 +1,106 @@
+"""Codecs for tests: the input of a softplus from its output, which is there anyway, with a code of one bit or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import roamc
+from roamc.passes.retain.codecs import Codec, Coding, Saved
+from roamc.passes.retain.codecs.bits import Bits, bits_of
+from tests.graphs import aten
+
+ERROR = 1e-5
+
+
+def inverse(y: Tensor) -> Tensor:
+    """The x of which ``y`` is the softplus."""
+    result: Tensor = aten.log.default(aten.expm1.default(y))
+    return result
+
+
+@dataclass(frozen=True)
+class Unsoft(Coding):
+    """Makes x from the output of its softplus alone."""
+
+    count: int
+    nbytes = 0
+
+    def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        return (softened(node),)
+
+    def encode(self, value: Tensor) -> None:
+        return None
+
+    def decode(self, y: Tensor, /, *_: Tensor) -> Tensor:
+        return inverse(y)
+
+
+@dataclass(frozen=True)
+class Signed(Coding):
+    """Makes x from the output of its softplus and its sign."""
+
+    mask: Bits
+
+    @property
+    def nbytes(self) -> int:
+        return self.mask.nbytes
+
+    def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        return (softened(node),)
+
+    def encode(self, value: Tensor) -> Tensor:
+        return self.mask.encode(aten.ge.Scalar(value, 0))
+
+    def decode(self, code: Tensor, /, *beside: Tensor) -> Tensor:
+        (y,) = beside
+        x = aten.abs.default(inverse(y))
+        decoded: Tensor = aten.where.self(self.mask.decode(code), x, aten.neg.default(x))
+        return decoded
+
+
+def softened(node: fx.Node) -> fx.Node:
+    return next(user for user in node.users if user.target is aten.softplus.default)
+
+
+def reads_slope(saved: Saved) -> bool:
+    read = {read.reader.target for read in saved.early}, {read.reader.target for read in saved.late}
+    return read == ({aten.softplus.default}, {aten.softplus_backward.default})
+
+
+def fit_unsoft(saved: Saved) -> Unsoft | None:
+    return Unsoft(saved.tensor.numel()) if reads_slope(saved) else None
+
+
+def fit_signed(saved: Saved) -> Signed | None:
+    return Signed(bits_of(saved.tensor)) if reads_slope(saved) else None
+
+
+UNSOFT = Codec("unsoft", ERROR, fit_unsoft)
+SIGNED = Codec("signed", ERROR, fit_signed)
+
+
+class Soft(nn.Module):
+    """Linear layers with a softplus behind each, of which the user keeps the outputs if asked for."""
+
+    def __init__(self, width: int = 64, layers: int = 4, keep: bool = True) -> None:
+        super().__init__()
+        self.layers, self.keep = nn.ModuleList(nn.Linear(width, width) for _ in range(layers)), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.keep:
+                with roamc.keep():
+                    x = F.softplus(x)
+            else:
+                x = F.softplus(x)
+        return x
+
+
+def soft(*, keep: bool = True) -> tuple[Soft, Tensor]:
+    torch.manual_seed(0)
+    return Soft(keep=keep), torch.randn(512, 64)
