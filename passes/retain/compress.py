@@ -26,10 +26,12 @@ from roamc.compat import FakeTensorMode, trace
 from roamc.errors import PlanError
 from roamc.graph import Encoding, Phase, TrainGraph, output_node, placeholders, tensors_of
 from roamc.graph.memory import MemoryModel, Place, Storage, fills_storage
+from roamc.graph.reader_kinds import ReaderKinds
 from roamc.graph.rewrite import value_of
 from roamc.graph.storage_ids import number, number_result
 from roamc.operators import ops
 from roamc.operators.schemas import name_of
+from roamc.operators.table import Kind
 from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, shapes, usable
 from roamc.passes.retain.codecs.codec import Read
 from roamc.rewriting.rerun_variants import must_stay
@@ -136,12 +138,18 @@ def _unaliased(node: fx.Node) -> fx.Node:
     return node
 
 
-def coding_of(value: Value, name: str) -> tuple[Codec, Coding] | None:
+def coding_of(value: Value, name: str, kinds: ReaderKinds) -> tuple[Codec, Coding] | None:
     """Return the codec called ``name`` and its coding of ``value``; None for the name "shapes", which keeps nothing.
 
+    Args:
+        value: the storage, with its readers.
+        name: of the codec.
+        kinds: the kinds of readers in the graph of ``value``.
+
     Raises:
-        PlanError: there is no codec ``name``, the codec does not fit ``value`` or what it reads beside it is
-            :func:`unfit`, or ``name`` is "shapes" and a reader behind forward looks at elements.
+        PlanError: there is no codec ``name``, the codec does not fit ``value``, what it reads beside it is
+            :func:`unfit`, a reader is of a kind that it does not serve, or ``name`` is "shapes" and a reader behind
+            forward looks at elements.
     """
     if name == shapes.NAME:
         if not value.saved.late:
@@ -154,7 +162,20 @@ def coding_of(value: Value, name: str) -> tuple[Codec, Coding] | None:
     for node in coding.beside(value.saved.node):
         if why := unfit(value, node):
             raise PlanError(f"codec {name!r} does not fit {value.storage.name}: {node.name}, beside it, {why}")
+    for read, kind in unserved(value, codec, kinds):
+        raise PlanError(
+            f"codec {name!r} does not fit {value.storage.name}: {read.reader.name} reads it as {kind.value!r}, which "
+            "this codec, with its error, does not serve"
+        )
     return codec, coding
+
+
+def unserved(value: Value, codec: Codec, kinds: ReaderKinds) -> Iterator[tuple[Read, Kind]]:
+    """Yield the readers of ``value`` behind forward that ``codec`` must not decode for, as it has an error."""
+    for read in value.saved.late if codec.error else ():
+        kind = kinds.of(read.reader, read.position)
+        if kind not in codec.serves:
+            yield read, kind
 
 
 def unfit(value: Value, beside: fx.Node) -> str:
@@ -179,7 +200,9 @@ def unfit(value: Value, beside: fx.Node) -> str:
     return "" if writer is None else f"is written later, by {writer.node.name}"
 
 
-def codings(value: Value, lossy: Collection[str] = ()) -> Iterator[tuple[str, Coding | None]]:
+def codings(
+    value: Value, lossy: Collection[str] = (), kinds: ReaderKinds | None = None
+) -> Iterator[tuple[str, Coding | None]]:
     """Yield name and coding of each codec that makes ``value`` smaller.
 
     If no reader behind forward looks at an element, nothing is kept, and ("shapes", None) is all.
@@ -187,6 +210,7 @@ def codings(value: Value, lossy: Collection[str] = ()) -> Iterator[tuple[str, Co
     Args:
         value: the storage, with its readers.
         lossy: names of the codecs with an error that may be used; exact codecs always may.
+        kinds: the kinds of readers in the graph of ``value``, where ``lossy`` names any.
     """
     if not value.saved.late:
         yield shapes.NAME, None
@@ -195,7 +219,9 @@ def codings(value: Value, lossy: Collection[str] = ()) -> Iterator[tuple[str, Co
         coding = codec.fit(value.saved)
         if coding is None or coding.nbytes >= value.storage.nbytes:
             continue
-        if not any(unfit(value, node) for node in coding.beside(value.saved.node)):
+        if any(unfit(value, node) for node in coding.beside(value.saved.node)):
+            continue
+        if kinds is None or not any(unserved(value, codec, kinds)):
             yield codec.name, coding
 
 
@@ -207,18 +233,21 @@ def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
 
     Raises:
         PlanError: the graph has no tensors or lacks a storage of ``codes``; two codes are of one storage; a
-            codec is unknown or does not fit.
+            codec is unknown, does not fit, or has an error and does not serve a reader.
     """
     writer = _Writer(graph)
     by_name = {value.storage.name: value for value in values(writer.memory)}
     encoded: set[str] = set()
+    kinds, chosen = ReaderKinds(graph), list[tuple[Value, tuple[Codec, Coding] | None]]()
     for code in codes:
         if code.storage in encoded:
             raise PlanError(f"the plan keeps {code.storage!r} in two codes")
         encoded.add(code.storage)
         if code.storage not in by_name:
             raise PlanError(f"this graph has no storage {code.storage!r} that could be kept smaller")
-        writer.add(by_name[code.storage], coding_of(by_name[code.storage], code.codec))
+        chosen.append((by_name[code.storage], coding_of(by_name[code.storage], code.codec, kinds)))
+    for value, coding in chosen:
+        writer.add(value, coding)
     writer.write()
     return writer.finished().replace(encodings=(*graph.encodings, *writer.encodings))
 
@@ -263,7 +292,9 @@ class _Writer(Versions):
         decode = recorded(coding, "decode", *map(geometry_of, sources))
         self.decodings.setdefault(late[0].reader, []).append((value, decode, sources))
         names = tuple(self.memory.storage_of(each).name for each in beside)
-        self.encodings.append(Encoding(value.storage.name, codec.name, codec.error, codec.keeps, encode, decode, names))
+        self.encodings.append(
+            Encoding(value.storage.name, codec.name, codec.error, codec.keeps, encode, decode, names, codec.serves)
+        )
 
     def write(self) -> None:
         """Insert the ``decode`` nodes into the graph, and exchange arguments: the graph is changed in place.

@@ -19,6 +19,7 @@ from roamc.compat import FakeTensorMode
 from roamc.cost import DeviceProfile
 from roamc.graph import Phase, TrainGraph, operators
 from roamc.graph.memory import Place, build_memory
+from roamc.graph.reader_kinds import ReaderKinds
 from roamc.graph.storage_ids import number_result
 from roamc.options import Options
 from roamc.passes.retain.codecs import Coding
@@ -54,10 +55,11 @@ def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[t
     writer = _Offers(asked, options, profile)
     least = sum(storage.nbytes for storage in asked.memory.saved) // WORTH_SHARE
     large = [value for value in values(asked.memory) if value.storage.nbytes > least and writer.knows_readers(value)]
+    kinds = ReaderKinds(asked.graph)
     candidates = [
         (value, name, coding)
         for value in large
-        for name, coding in codings(value, options.codecs)
+        for name, coding in codings(value, options.codecs, kinds)
         if writer.in_time(value, coding)
     ]
     return [

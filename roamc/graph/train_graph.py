@@ -20,6 +20,7 @@ from torch import fx
 from roamc.compat import lazy_module
 from roamc.graph.layout import Layout
 from roamc.operators.ops import Need
+from roamc.operators.table import Kind
 from roamc.units import Bytes
 
 _CAPTURE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "capture", "")
@@ -92,6 +93,7 @@ class Encoding:
             strides.
         beside: names of the storages that ``decode`` reads besides the code, or of inputs. Each was made by an operator
             that reads the value, or was read or made by the one that made the value.
+        serves: of a codec with an error, the kinds of readers that may read the decoded value.
     """
 
     storage: str
@@ -101,6 +103,7 @@ class Encoding:
     encode: fx.Graph = field(repr=False)
     decode: fx.Graph = field(repr=False)
     beside: tuple[str, ...] = ()
+    serves: frozenset[Kind] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from roamc.errors import VerifyError, way_out
 from roamc.graph import Phase, TrainGraph, maker_of, output_values, placeholders, update_judge
 from roamc.graph.keep import is_kept
 from roamc.graph.ranks import check_again
+from roamc.graph.reader_kinds import ReaderKinds, position_in
 from roamc.graph.same_values import OTHER_SUMS
 from roamc.graph.value_messages import fail, fail_effects
 from roamc.graph.value_numbers import Flow, Number, Numbers
@@ -39,6 +40,7 @@ from roamc.operators.composite import Composite
 from roamc.operators.counter import draw_seeds
 from roamc.operators.padded import rows_padded
 from roamc.operators.schemas import name_of
+from roamc.operators.table import Kind
 
 
 def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: type[Walk] = Walk) -> Flow:
@@ -92,7 +94,9 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
         finals |= walk.left(node, callers.get(node, node.name))
     finals["the random generator"] = walk.state
     effects = tuple(walk.effects)
-    return Flow(numbers, walk.operators, effects, finals, walk.makers, walk.writers, walk.again, updates.finished())
+    lossy = tuple(walk.lossy)
+    numbered = walk.operators, effects, finals, walk.makers, walk.writers, walk.again
+    return Flow(numbers, *numbered, updates.finished(), lossy)
 
 
 def check(
@@ -121,11 +125,13 @@ def check(
 
     Raises:
         VerifyError: an operator, an output or a tensor of the caller gets another value: names the reader, what it
-            would read and who wrote it. Or ``graph`` has an inexact codec, product or group that is not allowed, what
+            would read and who wrote it. Or ``graph`` has an inexact codec, product or group that is not allowed, an
+            operator reads what an inexact codec has decoded as a kind that the codec does not serve, what
             :func:`roamc.keep` keeps is computed again or encoded, or :func:`read` refuses it.
     """
     _check_exact(graph, after, lossy, fast)
     flow = read(graph, before.numbers, after)
+    _check_kinds(graph, flow, after)
     _check_kept(graph, before, flow, after)
     early = enumerate(graph.outputs) if handed_over and graph.boundary else ()
     compare(flow, before, after, {output_name(at, port, "step") for at, port in early if port.phase is Phase.FORWARD})
@@ -194,6 +200,23 @@ def _check_exact(graph: TrainGraph, after: str, lossy: Sequence[str], fast: bool
             f"after pass {after!r}: {seeds.name} draws seeds of dropouts, which then keep other elements than eager: "
             "allow it with options={'numerics': 'fast'}, or plan again"
         )
+
+
+def _check_kinds(graph: TrainGraph, flow: Flow, after: str) -> None:
+    """Refuse readers of what a codec with an error has decoded that it does not serve.
+
+    Raises:
+        VerifyError: names the first, how it reads the storage, and the codec.
+    """
+    kinds = ReaderKinds(graph)
+    for reader, argument, encoding in flow.lossy:
+        kind = kinds.of(reader, position_in(reader, argument))
+        if kind not in encoding.serves:
+            served = ", ".join(repr(each.value) for each in Kind if each in encoding.serves) or "none"
+            raise VerifyError(
+                f"after pass {after!r}: {reader.name} reads {encoding.storage} as {kind.value!r}, decoded by codec "
+                f"{encoding.codec!r}, which errs and serves {served}; {way_out(after)}"
+            )
 
 
 def _check_kept(graph: TrainGraph, before: Flow, flow: Flow, after: str) -> None:

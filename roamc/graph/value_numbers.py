@@ -21,6 +21,7 @@ from torch import fx
 from roamc.compat import OpOverload, fake_mode_of
 from roamc.graph.memory import fills_storage, is_dense
 from roamc.graph.storage_ids import STORAGES, StorageId, lie_in, placed
+from roamc.graph.train_graph import Encoding
 from roamc.graph.update_judge import Updates
 from roamc.operators import ops
 from roamc.operators.schemas import relative
@@ -288,6 +289,7 @@ class Flow:
         writers: content of a storage to the name of the first operator of this graph that has written it in place.
         again: group of ranks to the number of its collectives that run again.
         updates: when gradients are there, and when updates begin.
+        lossy: reads of what codecs with an error have decoded, see :class:`roamc.graph.value_walk.Walk`.
     """
 
     numbers: Numbers = field(repr=False)
@@ -298,3 +300,4 @@ class Flow:
     writers: Mapping[Number, str]
     again: Counter[object]
     updates: Updates
+    lossy: tuple[tuple[fx.Node, fx.Node, Encoding], ...] = ()

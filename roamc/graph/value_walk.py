@@ -14,7 +14,7 @@ from roamc.graph.ranks import runs_together
 from roamc.graph.rewrite import derived
 from roamc.graph.same_values import Call, equal_of
 from roamc.graph.storage_ids import StorageId
-from roamc.graph.train_graph import Encoding, Port, SamePlan, storage_name, tensors_of
+from roamc.graph.train_graph import Encoding, Port, SamePlan, output_node, storage_name, tensors_of
 from roamc.graph.value_numbers import Key, Number, Numbers, Place, Target
 from roamc.operators import ops
 from roamc.operators.composite import Composite
@@ -40,6 +40,8 @@ class Walk:
         effects: (number, name) of each operator that has run and has an effect other than results and writes; of a
             collective that may run again, the first run.
         again: group of ranks to the number of its collectives that have run again.
+        lossy: reads of what a codec with an error has decoded: reader, argument, the encoding. The output node reads
+            what the graph returns.
         strange: encodings that read something that has nothing to do with what they decode, and its name.
         makers: number to the name of the first node that has it.
         writers: content of a storage to the name of the first operator that has written it in place.
@@ -57,6 +59,7 @@ class Walk:
         for encoding in encodings:
             for name in dict.fromkeys((encoding.storage, *encoding.beside)):
                 self.encodings.setdefault(name, []).append(encoding)
+        self.lossy: list[tuple[fx.Node, fx.Node, Encoding]] = []
         self.strange: list[tuple[Encoding, str]] = []
         self._named: dict[str, Number] = {}
         self.reuse = reuse or {}
@@ -72,6 +75,7 @@ class Walk:
         self._reused: dict[StorageId, StorageId] = {}
         self._other: dict[fx.Node, Number] = {}
         self._decoded: dict[Number, tuple[Need, Number]] = {}
+        self._erring: dict[Number, Encoding] = {}
         self._written: set[StorageId] = set()
 
     def feed(self, node: fx.Node, number: Number) -> None:
@@ -99,6 +103,8 @@ class Walk:
         if node.target is save_rng_state:
             self._make(node, fresh, {place.position: self.numbers.of("saved", self.state) for place in fresh})
             return None
+        if self._erring:
+            self._note_lossy(node)
         number, results = self._run(node)
         self.operators[node.name] = self._other[node] = number
         self.makers.setdefault(number, node.name)
@@ -118,6 +124,13 @@ class Walk:
             self._write_over(node.args[self.reuse[node.name]], places)
         self._make(node, fresh, results)
         return None
+
+    def _note_lossy(self, reader: fx.Node) -> None:
+        """Note which arguments of ``reader`` a codec with an error has decoded."""
+        for argument in reader.all_input_nodes:
+            for place in self.numbers.places(argument):
+                encoding = self._erring.get(self._content.get(self._memory(place), -1))
+                self.lossy += [(reader, argument, encoding)] if encoding is not None else []
 
     def _memory(self, place: Place) -> StorageId:
         """The storage in which a tensor really lies: that of an argument, where it is written over one."""
@@ -139,6 +152,9 @@ class Walk:
         Returns:
             Words for a message to the number of the output's value; outputs without a value are left out.
         """
+        nodes = [node for node, _ in returned if node is not None]
+        if self._erring and nodes:
+            self._note_lossy(output_node(nodes[0].graph))
         return {
             output_name(position, port, part): self.numbers.of("output", self._read(node))
             for position, (node, port) in enumerate(returned)
@@ -348,7 +364,9 @@ class Walk:
             strange = strangers(self.numbers, value, beside)
             self.strange += [(encoding, encoding.beside[at]) for at in strange]
             if not strange:
-                self._decoded[self._coded(encoding, value, beside)] = encoding.keeps, value
+                decoded = self._coded(encoding, value, beside)
+                self._decoded[decoded] = encoding.keeps, value
+                self._erring |= {decoded: encoding} if encoding.error else {}
 
     def _coded(self, encoding: Encoding, value: Number, beside: Sequence[Number]) -> Number:
         """The number of the decoded value, where ``value`` was encoded and decoded by ``encoding``."""

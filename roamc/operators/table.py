@@ -53,6 +53,24 @@ class OutForm(enum.Enum):
     IN_ROWS = "gives wrong numbers for a first argument that lies neither in rows nor channels last"
 
 
+class Kind(enum.Enum):
+    """What an error in an argument that an operator reads does; the value of each member is its name in messages.
+
+    Attributes:
+        WEIGHT: it stays in the update of the weights: the results are gradients of parameters, linear in the argument.
+        SLOPE: it changes the derivative of an activation, by which a gradient is multiplied element by element.
+        NORM: it enters a gradient only through the normalised value and means over rows or channels.
+        ATTENTION: it enters probabilities that backward computes again, and is amplified by an exponential.
+        ANY: anything; of whatever is not known.
+    """
+
+    WEIGHT = "weight"
+    SLOPE = "slope"
+    NORM = "norm"
+    ATTENTION = "attention"
+    ANY = "any"
+
+
 class Together(enum.Enum):
     """What another run of a collective gives, on all ranks of its group; the value of each member says it in words."""
 
@@ -167,6 +185,11 @@ class Facts:
             for one that may not, and for other operators.
         assembly: how it puts operands side by side, if that is all that it does; else None.
         copies: all that it does is to copy its first argument, in the same shape, to new memory.
+        carries: positions of the arguments whose errors the result has, no more and no less, if it is of a floating
+            dtype: what such an error does depends on who reads the result.
+        kinds: position of an argument to what an error in it does; ``ANY`` for positions that are not there.
+        multiplies: of a product, position of an argument to the results that are linear in it. If these are gradients
+            of parameters, an error in the argument is of kind ``WEIGHT``.
         numbered: an element of the result follows from its number, counted row by row, besides the arguments: what runs
             on some rows alone has to know which ones.
     """
@@ -195,6 +218,9 @@ class Facts:
     assembly: Assembly | None = None
     copies: bool = False
     numbered: bool = False
+    carries: tuple[int, ...] = ()
+    kinds: Mapping[int, Kind] = field(default_factory=dict)
+    multiplies: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -214,6 +240,12 @@ class Row(Facts):
     rowwise: Rowwise | None = None
 
 
+SLOPE, NORM = {1: Kind.SLOPE}, {1: Kind.NORM}
+ATTENTION = dict.fromkeys((1, 2, 3, 4), Kind.ATTENTION)
+BIASED_ATTENTION = dict.fromkeys((1, 2, 3, 5), Kind.ATTENTION)
+_ATTENTION = ("_", "_scaled_dot_product_")
+FACTORS, FACTORS_ADDED = dict.fromkeys((0, 1), (0,)), dict.fromkeys((1, 2), (0,))
+
 ROWS: dict[str, Row] = {
     "aten::detach": Row(renames=True),
     "aten::alias": Row(renames=True),
@@ -232,7 +264,7 @@ ROWS: dict[str, Row] = {
     "aten::_fused_dropout": Row(random=True),
     # Has no dropout: refuses probabilities above 0.
     "aten::_scaled_dot_product_flash_attention_for_cpu": Row(random=False, unit_stride=(0, 1, 2)),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": Row(unit_stride=(1, 2, 3, 4)),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": Row(unit_stride=(1, 2, 3, 4), kinds=ATTENTION),
     # Add or write with atomics on a GPU, or pick one of several equal elements: the same inputs may give other bits.
     # These are all that torch.use_deterministic_algorithms lists, and attention's backward.
     "aten::index_put": Row(recomputable=False, overwrites=(0,), accumulates=True),
@@ -261,10 +293,16 @@ ROWS: dict[str, Row] = {
             *(f"aten::_upsample_{name}2d_aa_backward" for name in ("bilinear", "bicubic")),
             *(f"aten::grid_sampler_{rank}d_backward" for rank in (2, 3)),
             *(f"aten::{kind}_pad{rank}d_backward" for kind in ("reflection", "replication") for rank in (1, 2, 3)),
-            *(f"aten::_{name}_attention_backward" for name in ("efficient", "flash", "cudnn")),
-            *(f"aten::_scaled_dot_product_{name}_attention_backward" for name in ("efficient", "flash", "cudnn")),
         ],
         Row(recomputable=False),
+    ),
+    **dict.fromkeys(
+        [f"aten::{form}{name}_attention_backward" for form in _ATTENTION for name in ("flash", "cudnn")],
+        Row(recomputable=False, kinds=ATTENTION),
+    ),
+    **dict.fromkeys(
+        [f"aten::{form}efficient_attention_backward" for form in _ATTENTION],
+        Row(recomputable=False, kinds=BIASED_ATTENTION),
     ),
     "aten::_embedding_bag_backward": Row(recomputable=False, dense=(1, 2, 3)),
     **dict.fromkeys(
@@ -272,9 +310,9 @@ ROWS: dict[str, Row] = {
     ),
     # Take the elements of some arguments from memory one after the other.
     "aten::native_group_norm": Row(dense=(0,), format_of=0),
-    "aten::native_group_norm_backward": Row(dense=(0, 1, 2, 3, 4), format_of=1),
+    "aten::native_group_norm_backward": Row(dense=(0, 1, 2, 3, 4), format_of=1, kinds=NORM),
     "aten::native_layer_norm_backward": Row(
-        dense=(3, 4), rowwise=Rowwise(sizes=2), columnwise=Columnwise(results=(1, 2))
+        dense=(3, 4), rowwise=Rowwise(sizes=2), columnwise=Columnwise(results=(1, 2)), kinds=NORM
     ),
     **dict.fromkeys(["aten::_embedding_bag", "aten::_embedding_bag_forward_only"], Row(dense=(0, 1, 2, 6))),
     "aten::_embedding_bag_per_sample_weights_backward": Row(dense=(2, 3, 4)),
@@ -296,19 +334,30 @@ ROWS: dict[str, Row] = {
     "aten::_log_softmax": Row(overwrites=(0,), rowwise=Rowwise(dim=1)),
     "aten::_softmax_backward_data": Row(overwrites=(0, 1), rowwise=Rowwise(dim=2)),
     "aten::_log_softmax_backward_data": Row(overwrites=(0, 1), rowwise=Rowwise(dim=2)),
-    "aten::_to_copy": Row(rowwise=Rowwise()),
+    "aten::_to_copy": Row(rowwise=Rowwise(), carries=(0,)),
     "aten::nll_loss_backward": Row(rowwise=Rowwise(per_row=(2,), whole=(3, 6), rank=2)),
     "roamc::label_scores": Row(rowwise=Rowwise(dim=2, keepdim=3, per_row=(1,), rank=2)),
     **dict.fromkeys(["aten::mean.dim", "aten::amax", "aten::amin"], Row(rowwise=Rowwise(dim=1, keepdim=2))),
     "aten::sum.dim_IntList": Row(rowwise=Rowwise(dim=1, keepdim=2), columnwise=Columnwise(dim=1)),
     "aten::native_layer_norm": Row(rowwise=Rowwise(sizes=1)),
     "aten::_fused_rms_norm": Row(rowwise=Rowwise(sizes=1)),
-    "aten::_fused_rms_norm_backward": Row(rowwise=Rowwise(sizes=2), columnwise=Columnwise(results=(1,))),
+    "aten::_fused_rms_norm_backward": Row(rowwise=Rowwise(sizes=2), columnwise=Columnwise(results=(1,)), kinds=NORM),
+    **dict.fromkeys(["aten::native_batch_norm_backward", "aten::batch_norm_backward"], Row(kinds=NORM)),
+    **dict.fromkeys([f"aten::{name}_batch_norm_backward" for name in ("cudnn", "miopen")], Row(kinds={0: Kind.NORM})),
     # The addend is copied into the result first, unless it lies there.
-    "aten::addmm": Row(overwrites=(0,)),
-    "roamc::onednn_addmm": Row(overwrites=(0,)),
-    "roamc::aligned_addmm": Row(overwrites=(0,)),
-    "aten::baddbmm": Row(overwrites=(0,)),
+    **dict.fromkeys(
+        ["aten::addmm", "roamc::onednn_addmm", "roamc::aligned_addmm", "aten::baddbmm"],
+        Row(overwrites=(0,), multiplies=FACTORS_ADDED),
+    ),
+    "roamc::padded_addmm": Row(multiplies=FACTORS_ADDED),
+    **dict.fromkeys(
+        [
+            *("aten::mm", "roamc::onednn_mm", "roamc::aligned_mm", "roamc::padded_mm"),
+            *("aten::bmm", "roamc::onednn_bmm"),
+        ],
+        Row(multiplies=FACTORS),
+    ),
+    "aten::convolution_backward": Row(multiplies={1: (1,)}),
     "aten::scatter": Row(overwrites=(0,), accumulates=True),
     "aten::masked_scatter": Row(accumulates=True),
     # Operators whose kernel here begins with a copy of their first argument, or reads only its geometry.
@@ -349,14 +398,15 @@ ROWS: dict[str, Row] = {
     "_dtensor::shard_dim_alltoall": Row(asynchronous=False),
     # Their results do not depend on strides.
     **dict.fromkeys(
-        [f"aten::{name}.Tensor" for name in ("add", "sub", "mul", "div")]
+        [f"aten::{name}.Tensor" for name in ("sub", "mul", "div")]
         + [f"aten::{name}.default" for name in ("neg", "abs", "clamp", "clamp_min", "clamp_max")]
         + ["aten::fill.Scalar"],
         Row(rounds_once=True),
     ),
+    "aten::add.Tensor": Row(rounds_once=True, carries=(0, 1)),
     "aten::relu": Row(rounds_once=True, nonnegative=True),
     "aten::fill.Tensor": Row(broadcasts=True, rounds_once=True),
-    "aten::clone": Row(copies=True),
+    "aten::clone": Row(copies=True, carries=(0,)),
     "roamc::padded_rows": Row(rowwise=Rowwise(), copies=True),
     "aten::cat.default": Row(assembly=Assembly()),
     "aten::slice_backward": Row(assembly=Assembly(dim=2, start=3, step=5, sizes=1)),
@@ -390,11 +440,16 @@ ROWS: dict[str, Row] = {
     "aten::avg_pool2d_backward": Row(shape_of=(1,)),
     # Work element by element, but are not tagged so, read their operands backwards, or read a mask as it is.
     **dict.fromkeys(
-        [f"aten::{name}_backward" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "softplus", "softshrink")]
-        + [f"aten::{name}_backward" for name in ("silu", "mish", "hardshrink")]
+        [f"aten::{name}_backward" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "softshrink")]
+        + ["aten::hardshrink_backward"]
         + ["aten::floor_divide", "aten::mse_loss", "aten::smooth_l1_loss", "aten::polar"],
         Row(strides=Strides.OPERANDS),
     ),
+    **dict.fromkeys(
+        [f"aten::{name}_backward" for name in ("silu", "mish", "softplus")],
+        Row(strides=Strides.OPERANDS, kinds=SLOPE),
+    ),
+    **dict.fromkeys([f"aten::{name}_backward" for name in ("gelu", "tanh", "sigmoid")], Row(kinds=SLOPE)),
     "aten::complex": Row(strides=Strides.OPERANDS, saves=(0, 1)),
     "aten::div.Tensor_mode": Row(saves=(0, 1)),
     **dict.fromkeys(

@@ -119,7 +119,7 @@ def test_attention_draws_if_it_drops(target: Any, args: tuple[Any, ...], kwargs:
 )
 def test_plain_operator_has_no_effect_and_may_run_again(target: Any) -> None:
     op_rule = rule(target)
-    free = ("overwrites", "rounds_once", "strides", "unit_stride", "rowwise", "cost")
+    free = ("overwrites", "rounds_once", "strides", "unit_stride", "rowwise", "carries", "multiplies", "cost")
     assert op_rule == OpRule(**{name: getattr(op_rule, name) for name in free})
     assert op_rule.recomputable
     assert not ops.has_effect(target)

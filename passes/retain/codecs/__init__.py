@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterable
 
 from roamc.errors import OptionError, PlanError, nearest
 from roamc.operators.ops import Need
+from roamc.operators.table import Kind
 from roamc.passes.retain.codecs import bits, integers, signs
 from roamc.passes.retain.codecs.codec import Codec, Coding, Saved
 
-__all__ = ["CODECS", "Codec", "Coding", "Saved", "check_lossy", "codec_of", "usable"]
+__all__ = ["CODECS", "Codec", "Coding", "Kind", "Saved", "check_lossy", "codec_of", "usable"]
 
 CODECS: tuple[Codec, ...] = (
     Codec("bits", 0.0, bits.fit),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from roamc.operators.ops import Need
+from roamc.operators.table import Kind
 from roamc.units import Bytes
 
 
@@ -110,12 +111,16 @@ class Codec:
         fit: returns the coding of a value; None if this codec does not apply to it.
         keeps: what decoding preserves of each element: its value, or only whether it is above zero. Operators that need
             more than that must not read the decoded tensor.
+        serves: of a codec with an error, the kinds of readers that it may decode for: a value with another reader
+            behind forward is not offered to it, and the judge of values refuses the plan that does it all the same. All
+            kinds are ``frozenset(Kind)``. Exact codecs serve every reader.
     """
 
     name: str
     error: float
     fit: Callable[[Saved], Coding | None]
     keeps: Need = Need.ELEMENTS
+    serves: frozenset[Kind] = frozenset()
 
 
 def flat(tensor: Tensor) -> Tensor:

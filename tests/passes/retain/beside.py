@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import roamc
-from roamc.passes.retain.codecs import Codec, Coding, Saved
+from roamc.passes.retain.codecs import Codec, Coding, Kind, Saved
 from roamc.passes.retain.codecs.bits import Bits, bits_of
 from tests.graphs import aten
 
@@ -79,8 +79,8 @@ def fit_signed(saved: Saved) -> Signed | None:
     return Signed(bits_of(saved.tensor)) if reads_slope(saved) else None
 
 
-UNSOFT = Codec("unsoft", ERROR, fit_unsoft)
-SIGNED = Codec("signed", ERROR, fit_signed)
+UNSOFT = Codec("unsoft", ERROR, fit_unsoft, serves=frozenset({Kind.SLOPE}))
+SIGNED = Codec("signed", ERROR, fit_signed, serves=frozenset({Kind.SLOPE}))
 
 
 class Soft(nn.Module):

@@ -106,7 +106,7 @@ def test_a_rerun_of_what_is_beside_is_the_same_value(name: str, route: str) -> N
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_is_beside_may_have_a_code_of_its_own(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read itself all the same, and waits whole."""
-    halves = codecs.Codec("halves", 2.0**-8, fit_halves)
+    halves = codecs.Codec("halves", 2.0**-8, fit_halves, serves=frozenset(codecs.Kind))
     monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, halves))
     graph, inputs = captured(route, keep=False)
     storages, flow = inputs_of(graph), value_flow.read(graph, Numbers())

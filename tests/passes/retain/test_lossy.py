@@ -15,7 +15,7 @@ import roamc
 from roamc.errors import OptionError, VerifyError
 from roamc.options import Options, parse_options
 from roamc.passes.retain import codecs
-from roamc.passes.retain.codecs import Codec, Coding, Saved
+from roamc.passes.retain.codecs import Codec, Coding, Kind, Saved
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import aten, captured_step
@@ -45,7 +45,7 @@ def fit(saved: Saved) -> Halves | None:
 
 @pytest.fixture(autouse=True)
 def _halves_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, Codec("halves", 2.0**-8, fit)))
+    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, Codec("halves", 2.0**-8, fit, serves=frozenset(Kind))))
 
 
 def graph() -> Any:

@@ -1,0 +1,134 @@
+"""What becomes of an error in a value that an operator reads: the kinds of the readers of a graph.
+
+A table says it of single operators (:attr:`roamc.operators.table.Facts.kinds`). That a product is a gradient of weights
+is found by a walk from its result to updates:
+
+    backward    dw = mm(dy.t(), x)        x is read by a product ...
+                gw = dw.t()               ... whose result goes through views, casts and sums of such gradients ...
+    update      addcdiv_(w, gw, ...)      ... to operators of UPDATE on parameters and optimizer states alone
+
+In a graph of ``torch.compile`` the walk ends at outputs that are the gradient of a parameter. Whatever is not known is
+``Kind.ANY``. Passes and the judge of values ask for the kinds of readers in the graph that each of them has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc.graph.storage_ids import ids_of
+from roamc.graph.train_graph import Phase, Role, TrainGraph, operators, output_values, placeholders
+from roamc.operators import ops
+from roamc.operators.composite import Composite
+from roamc.operators.table import Kind
+
+UPDATED = (Role.PARAMETER, Role.OPTIMIZER_STATE)
+"""Roles of the inputs that an update writes."""
+
+
+def position_in(reader: fx.Node, argument: fx.Node) -> int:
+    """Return the index of ``argument`` in ``reader.args``; -1 if it is a keyword, in a list, or there several times."""
+    everywhere: list[fx.Node] = []
+    fx.map_arg((reader.args, reader.kwargs), everywhere.append)
+    once = everywhere.count(argument) == 1 and argument in reader.args
+    return reader.args.index(argument) if once else -1
+
+
+class ReaderKinds:
+    """The kinds of the readers of one graph, which must not be changed meanwhile."""
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self.graph = graph
+
+    def of(self, reader: fx.Node, position: int) -> Kind:
+        """Return as what ``reader`` reads its argument at ``position``, see :func:`position_in`.
+
+        A copy, a cast or a sum has the kind of all its readers, a group that of all its members that read the
+        argument, if that is one kind. The output node of the graph reads as ``ANY``.
+        """
+        if reader.op != "call_function" or position < 0:
+            return Kind.ANY
+        target: Any = reader.target
+        is_group = isinstance(target, Composite)
+        if is_group:
+            return self._common(placeholders(target.body)[position])
+        if position in _carried(reader):
+            return self._common(reader)
+        rule = ops.rule(target)
+        if position in rule.multiplies and self._updates_weights(reader, rule.multiplies[position]):
+            return Kind.WEIGHT
+        return rule.kinds.get(position, Kind.ANY)
+
+    def _common(self, value: fx.Node) -> Kind:
+        """The kind of all readers of ``value`` and of its views, in the graph or in a group; ANY if they differ."""
+        kinds = {self.of(reader, position_in(reader, argument)) for reader, argument in _readers(value)}
+        return kinds.pop() if len(kinds) == 1 else Kind.ANY
+
+    def _updates_weights(self, product: fx.Node, results: Sequence[int]) -> bool:
+        """Whether those of the results of ``product`` that an argument is multiplied into reach updates alone."""
+        if isinstance(product.meta.get("val"), torch.Tensor):
+            return product in self.updating
+        picks = [user for user in product.users if user.args[1] in results]
+        return all(pick in self.updating for pick in picks)
+
+    @functools.cached_property
+    def updating(self) -> frozenset[fx.Node]:
+        """The nodes whose values reach updates of parameters, or outputs that are a parameter's gradient, alone."""
+        updating: set[fx.Node] = set()
+        returned = self._returned()
+        roles = self._roles()
+        for node in reversed(operators(self.graph.graph)):
+            written = {storage for argument in ops.mutated_arguments(node) for storage in ids_of(argument)}
+            odd = any(roles.get(storage, UPDATED[0]) not in UPDATED for storage in written)
+            if not odd and node not in returned and all(self._passes_on(node, user, updating) for user in node.users):
+                updating.add(node)
+        return frozenset(updating)
+
+    def _passes_on(self, node: fx.Node, user: fx.Node, updating: set[fx.Node]) -> bool:
+        """Whether ``user`` reads ``node`` for an update, or hands it on to operators that do, and to no others."""
+        if user.op == "output":
+            return True
+        early = self.graph.phase[user.name] is not Phase.UPDATE
+        if user not in updating or not early:
+            return user in updating
+        if ops.is_view(user.target):
+            return True
+        carried = [user.args[position] for position in _carried(user)]
+        # In a sum, as of a parameter that is used twice, others are gradients of weights as well.
+        others = [argument for argument in carried if isinstance(argument, fx.Node)]
+        return node in others and all(set(other.users) == {user} for other in others)
+
+    def _roles(self) -> dict[Any, Role]:
+        """Storage of each input to the role of the input."""
+        inputs = zip(placeholders(self.graph.graph), self.graph.inputs, strict=True)
+        return {storage: port.role for node, port in inputs for storage in ids_of(node)}
+
+    def _returned(self) -> set[fx.Node]:
+        """The nodes that the graph returns as something else than the gradient of a parameter."""
+        values = list(zip(output_values(self.graph.graph), self.graph.outputs, strict=True))
+        gradients = [at for at, (_, port) in enumerate(values) if port.role is Role.GRADIENT]
+        owners = [port for port in self.graph.inputs if port.phase is Phase.FORWARD]
+        # torch.compile returns a gradient, or None, for each input of forward; a step only those of its batch.
+        per_input = self.graph.boundary and len(gradients) == len(owners)
+        pairs = zip(gradients, owners, strict=True) if per_input else ()
+        of_parameters = {at for at, owner in pairs if owner.role is Role.PARAMETER}
+        return {node for at, (node, _) in enumerate(values) if node is not None and at not in of_parameters}
+
+
+def _carried(node: fx.Node) -> tuple[int, ...]:
+    """The positions of the arguments whose errors the result of ``node`` has, as a copy, a cast or a sum."""
+    result = node.meta.get("val")
+    return ops.rule(node.target).carries if isinstance(result, torch.Tensor) and result.is_floating_point() else ()
+
+
+def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield each reader of ``value`` or of a view of it, with the node that it reads."""
+    for user in value.users:
+        if user.op == "call_function" and ops.is_view(user.target):
+            yield from _readers(user)
+        else:
+            yield user, value
