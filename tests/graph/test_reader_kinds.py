@@ -24,7 +24,7 @@ from roamc.passes.retain.compress import values
 from tests.graphs import aten, model_graph, node_calling, traced
 from tests.passes.retain.test_compress import ROUTES, cleaned, squares
 
-X = torch.randn(8, 8)
+X, Y, Z = (torch.randn(8, 8) for _ in range(3))
 
 
 def kinds_in(graph: TrainGraph) -> dict[tuple[str, int], set[Kind]]:
@@ -143,7 +143,7 @@ def test_copies_casts_sums_and_groups_read_as_their_readers_do() -> None:
         both = x + r
         return slope, aten.silu_backward.default(g, both), aten.tanh_backward.default(g, both), (x * 2).to(torch.int32)
 
-    graph = traced(function, X, X, X)
+    graph = traced(function, X, Y, Z)
     kinds = ReaderKinds(graph)
     assert kinds.of(node_calling(graph, aten._to_copy.default), 0) is Kind.SLOPE
     assert kinds.of(node_calling(graph, aten.clone.default), 0) is Kind.SLOPE
@@ -169,7 +169,7 @@ def test_members_of_a_group_say_what_the_group_reads() -> None:
         return aten.gelu_backward.default(g * 2, x) * x
 
     for function, kind in ((one_kind, Kind.SLOPE), (two_kinds, Kind.ANY)):
-        graph = fuse.apply(traced(function, X, X), Decision((("mul", "gelu_backward", "mul_1"),)))
+        graph = fuse.apply(traced(function, X, Y), Decision((("mul", "gelu_backward", "mul_1"),)))
         group = operators(graph.graph)[-1]
         kinds = ReaderKinds(graph)
         read = {argument.name: kinds.of(group, at) for at, argument in enumerate(group.all_input_nodes)}
