@@ -92,7 +92,7 @@ class Encoding:
         decode: operators from the code, if there is one, and what is beside it to a tensor with the value's shape and
             strides.
         beside: names of the storages that ``decode`` reads besides the code, or of inputs. Each was made by an operator
-            that reads the value, or was read or made by the one that made the value.
+            that reads the value, or was read by one that makes such another.
         serves: of a codec with an error, the kinds of readers that may read the decoded value.
     """
 

@@ -14,8 +14,8 @@ Views need no number: they are places in a storage, and a reader reads (number o
 is derived anew from its operator and arguments, once for all views that are alike. A rerun has the number of its
 original, also one of a collective that runs again on all ranks, a replay that of the draw that it repeats, a result
 written over an argument the number that it would have in memory of its own. What a codec has decoded counts as the
-value that was encoded, for readers that need no more of it than the codec keeps. A codec may read other values beside
-its code, that the one it decodes was made from or with, or that were made from it.
+value that was encoded, for readers that need no more of it than the codec keeps. A codec may read values beside
+its code that an operator has made from what it decodes, and what that operator has read.
 
 This module shares no code with the passes: which of their rewritings change operators but no values stands a second
 time in :mod:`roamc.graph.same_values`.
@@ -86,8 +86,8 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
             updates.note(walk, node)
     for encoding, name in walk.strange:
         raise VerifyError(
-            f"after pass {after!r}: codec {encoding.codec!r} makes {encoding.storage} from {name}, and no operator "
-            f"makes one from the other, or both; {way_out(after)}"
+            f"after pass {after!r}: codec {encoding.codec!r} makes {encoding.storage} from {name}, which is not made "
+            f"from it; {way_out(after)}"
         )
     finals |= walk.results(returned, "step")
     for node in handed_in:

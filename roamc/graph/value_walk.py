@@ -14,7 +14,7 @@ from roamc.graph.ranks import runs_together
 from roamc.graph.rewrite import derived
 from roamc.graph.same_values import Call, equal_of
 from roamc.graph.storage_ids import StorageId
-from roamc.graph.train_graph import Encoding, Port, SamePlan, output_node, storage_name, tensors_of
+from roamc.graph.train_graph import Encoding, Port, SamePlan, output_node, placeholders, storage_name, tensors_of
 from roamc.graph.value_numbers import Key, Number, Numbers, Place, Target
 from roamc.operators import ops
 from roamc.operators.composite import Composite
@@ -361,17 +361,25 @@ class Walk:
             if not all(each in self._named for each in names):
                 continue
             value, *beside = (self._named[each] for each in names)
+            decoded = self._coded(encoding, value, beside)
+            if decoded is None or decoded == value:  # what operators of the graph make of what is beside needs no codec
+                continue
             strange = strangers(self.numbers, value, beside)
             self.strange += [(encoding, encoding.beside[at]) for at in strange]
             if not strange:
-                decoded = self._coded(encoding, value, beside)
                 self._decoded[decoded] = encoding.keeps, value
                 self._erring |= {decoded: encoding} if encoding.error else {}
 
-    def _coded(self, encoding: Encoding, value: Number, beside: Sequence[Number]) -> Number:
-        """The number of the decoded value, where ``value`` was encoded and decoded by ``encoding``."""
+    def _coded(self, encoding: Encoding, value: Number, beside: Sequence[Number]) -> Number | None:
+        """The number of the decoded value, where ``value`` was encoded and decoded by ``encoding``.
+
+        None if the encoding does not say all that its ``decode`` reads.
+        """
         _, code = self.run(encoding.encode, [value])
-        _, (decoded,) = self.run(encoding.decode, [*code, *beside])
+        contents = [*code, *beside]
+        if len(placeholders(encoding.decode)) != len(contents):
+            return None
+        _, (decoded,) = self.run(encoding.decode, contents)
         return decoded
 
     # -- arguments ------------------------------------------------------------------------------
@@ -440,12 +448,11 @@ class Walk:
 def strangers(numbers: Numbers, value: Number, beside: Sequence[Number]) -> list[int]:
     """Return the positions in ``beside`` of what has nothing to do with ``value``; all are contents of storages.
 
-    The rest was read or made, together with ``value``, by the operator that made it or another of ``beside``.
+    The rest was made by an operator that reads ``value``, or read by one that reads ``value`` and makes such another.
     """
-    calls = [numbers.key(content)[1] for content in (value, *beside) if numbers.key(content)[0] == "part"]
-    touched = [{number for number in (value, *beside) if _touches(numbers, call, number)} for call in calls]
-    near = {number for group in touched if value in group for number in group}
-    return [position for position, number in enumerate(beside) if number not in near]
+    makers = {numbers.key(content)[1] for content in beside if numbers.key(content)[0] == "part"}
+    calls = [call for call in makers if _reads(numbers.key(call), value)]
+    return [at for at, number in enumerate(beside) if not any(_touches(numbers, call, number) for call in calls)]
 
 
 def _touches(numbers: Numbers, call: Number, content: Number) -> bool:
