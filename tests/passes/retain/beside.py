@@ -1,4 +1,7 @@
-"""Codecs for tests: the input of a softplus from its output, which is there anyway, with a code of one bit or none."""
+"""Codecs for tests, of what is there anyway: the input of a softplus from its output, with a code of one bit or none.
+
+And that of a layer norm from all that the norm has made, its weight and its bias.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,56 @@ UNSOFT = Codec("unsoft", ERROR, fit_unsoft, serves=frozenset({Kind.SLOPE}))
 SIGNED = Codec("signed", ERROR, fit_signed, serves=frozenset({Kind.SLOPE}))
 
 
+@dataclass(frozen=True)
+class Unnorm(Coding):
+    """Makes the input of a layer norm from its output, statistics, weight and bias, without a code."""
+
+    nbytes = 0
+
+    def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        norm = normed(node)
+        results = {user.args[1]: user for user in norm.users}
+        return *(results[at] for at in range(3)), norm.args[2], norm.args[3]  # type: ignore[return-value]
+
+    def encode(self, value: Tensor) -> None:
+        return None
+
+    def decode(self, y: Tensor, /, *beside: Tensor) -> Tensor:
+        mean, rstd, weight, bias = beside
+        x = aten.div.Tensor(aten.div.Tensor(aten.sub.Tensor(y, bias), weight), rstd)
+        decoded: Tensor = aten.add.Tensor(x, mean)
+        return decoded
+
+
+def normed(node: fx.Node) -> fx.Node:
+    return next(user for user in node.users if user.target is aten.native_layer_norm.default)
+
+
+def fit_unnorm(saved: Saved) -> Unnorm | None:
+    read = {read.reader.target for read in saved.early}, {read.reader.target for read in saved.late}
+    normal = {aten.native_layer_norm.default}, {aten.native_layer_norm_backward.default}
+    return Unnorm() if read == normal else None
+
+
+UNNORM = Codec("unnorm", ERROR, fit_unnorm, serves=frozenset({Kind.NORM}))
+
+
+class Normed(nn.Module):
+    """Linear layers with a layer norm behind each, of which the user keeps the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = layer(x)
+            with roamc.keep():
+                x = norm(x)
+        return x
+
+
 class Soft(nn.Module):
     """Linear layers with a softplus behind each, of which the user keeps the outputs if asked for."""
 
@@ -104,3 +157,8 @@ class Soft(nn.Module):
 def soft(*, keep: bool = True) -> tuple[Soft, Tensor]:
     torch.manual_seed(0)
     return Soft(keep=keep), torch.randn(512, 64)
+
+
+def normal() -> tuple[Normed, Tensor]:
+    torch.manual_seed(0)
+    return Normed(), torch.randn(512, 64)

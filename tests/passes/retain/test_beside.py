@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +15,18 @@ from torch import Tensor, nn
 import roamc
 from roamc import cost
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, value_flow, verify
+from roamc.graph import Role, TrainGraph, placeholders, value_flow, verify
 from roamc.graph.lifetimes import live_bytes
 from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options, parse_options
+from roamc.passes import normalize
 from roamc.passes.retain import Choice, Code, codecs, compress
 from roamc.passes.retain.compress import codings, values
 from roamc.planning import search
 from roamc.rewriting.rerun import rerun
-from tests.graphs import aten, clones, node_calling, run_real, traced
-from tests.passes.retain.beside import ERROR, SIGNED, UNSOFT, inverse, soft
+from tests.graphs import aten, clones, graph_and_inputs, node_calling, run_real, traced
+from tests.passes.retain.beside import ERROR, SIGNED, UNNORM, UNSOFT, inverse, normal, soft
 from tests.passes.retain.test_codecs import late_graph
 from tests.passes.retain.test_compress import ROUTES, cleaned, squares
 from tests.passes.retain.test_offers import difference, some_sets
@@ -37,7 +38,7 @@ NAMES = ("unsoft", "signed")
 
 @pytest.fixture(autouse=True)
 def _in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, UNSOFT, SIGNED))
+    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, UNSOFT, SIGNED, UNNORM))
 
 
 def captured(route: str, *, keep: bool = True) -> tuple[TrainGraph, list[Any]]:
@@ -51,14 +52,16 @@ def inputs_of(graph: TrainGraph) -> list[str]:
     return [value.storage.name for value in values(memory) if "unsoft" in dict(codings(value, NAMES))]
 
 
-def check(graph: TrainGraph, inputs: list[Any], change: Callable[[TrainGraph], TrainGraph]) -> TrainGraph:
+def check(
+    graph: TrainGraph, inputs: list[Any], change: Callable[[TrainGraph], TrainGraph], lossy: Sequence[str] = NAMES
+) -> TrainGraph:
     """Run before and after: forward is the same, gradients are nearly so, all bytes are foreseen, the judge agrees."""
     used, again = clones(inputs), clones(inputs)
     expected, _ = run_real(graph, used)
     kept, flow = verify.constraints(graph), value_flow.read(graph, Numbers())
     after = change(graph)
     verify.check_graph(after, "retain", kept, deep=True)
-    value_flow.check(after, flow, "retain", NAMES)
+    value_flow.check(after, flow, "retain", lossy)
     got, measured = run_real(after, again)
     for one, other in zip([*expected, *used], [*got, *again], strict=True):
         torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-4)
@@ -173,23 +176,38 @@ def test_taken_where_the_output_is_kept_and_not_where_it_is_made_again(keep: boo
         assert plan.needed_bytes == exact.needed_bytes
 
 
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+@pytest.mark.parametrize("route", ROUTES)
+def test_parameters_may_be_beside_a_value(route: str) -> None:
+    """Updates write them behind the readers of the value, which read them as well."""
+    model, x = normal()
+    graph, inputs = graph_and_inputs(model, (x,), squares, route, torch.optim.SGD)
+    graph = normalize.apply(graph, normalize.decide(graph, Options()))
+    memory = build_memory(graph)
+    storages = [each.storage.name for each in values(memory) if "unnorm" in dict(codings(each, ["unnorm"]))]
+    assert len(storages) == 4
+    after = check(graph, inputs, lambda graph: compress(graph, [Code(name, "unnorm") for name in storages]), ["unnorm"])
+    ports = dict(zip((node.name for node in placeholders(after.graph)), after.inputs, strict=True))
+    for encoding in after.encodings:
+        norm = encoding.beside[0].partition("#")[0]
+        assert encoding.beside[:3] == tuple(f"{norm}#{at}" for at in range(3))
+        assert {ports[name].role for name in encoding.beside[3:]} == {Role.PARAMETER}
+
+
+MODELS = {"signed": soft, "unsoft": soft, "unnorm": normal}
 
 
 @pytest.mark.parametrize("way", ["compile", "optimize", "train_step"])
-def test_every_way_in_gives_the_gradients(way: str) -> None:
-    eager, x = soft()
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_in_gives_the_gradients(name: str, way: str) -> None:
+    eager, x = MODELS[name]()
     model = copy.deepcopy(eager)
-    options = {"memory_budget": "light", "codecs": "signed", "strict": True}
+    options = {"memory_budget": "light", "codecs": name, "strict": True}
+    before = {key: value.clone() for key, value in eager.named_parameters()}
     if way == "train_step":
         one, two = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (eager, model))
-        step = roamc.train_step(model, squares, two, **options)
-        loss = step(x)
-        expected = squares(eager, x)
+        loss, expected = roamc.train_step(model, squares, two, **options)(x), squares(eager, x)
         expected.backward()
         one.step()
-        got, wanted = list(model.parameters()), list(eager.parameters())
     else:
         run = (
             torch.compile(model, backend="roamc", options=options)
@@ -199,11 +217,14 @@ def test_every_way_in_gives_the_gradients(way: str) -> None:
         loss, expected = squares(run, x), squares(eager, x)
         loss.backward()
         expected.backward()
-        got, wanted = gradients_of(model), gradients_of(eager)
+    got, wanted = (
+        {key: before[key] - value if way == "train_step" else value.grad for key, value in each.named_parameters()}
+        for each in (model, eager)
+    )
     assert torch.equal(loss, expected)
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=10 * ERROR, atol=10 * ERROR)
-    assert len(got) == 8
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(got[key], gradient, rtol=10 * ERROR, atol=10 * ERROR)
+    assert any(not torch.equal(got[key], wanted[key]) for key in wanted), "no codec was used"
 
 
 def written_later(x: Tensor, g: Tensor) -> Tensor:
