@@ -145,18 +145,18 @@ class _Offers:
         """
         source = self.buffer[value.storage.index]
         extras: list[Extra] = []
-        instead: list[tuple[int, int]] = []
+        instead: list[tuple[int, int, int]] = []
         nbytes = 0
         if coding is not None:
             rows = self._coding_rows(value, coding)
             nbytes = rows.nbytes
             extras += self._coded(value, rows, coding, place)
-            instead += [(self.operator[read.reader.name], rows.result) for read in value.saved.late]
+            instead += [(self.operator[read.reader.name], source, rows.result) for read in value.saved.late]
         for row, reader in self._stand_ins(value):
             own = sum(len(extra.makes) for extra in extras)
             anchor = self.operator[reader.name]
             extras.append(_placed(row, Part.STAND_IN, anchor, sum(place), ()))
-            instead.append((anchor, own))
+            instead.append((anchor, source, own))
         return Offer(source, nbytes, tuple(extras), tuple(dict.fromkeys(instead)))
 
     def _source(self, node: fx.Node) -> _Source:

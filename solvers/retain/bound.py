@@ -26,6 +26,10 @@ for them there is a second node:
     needed as it is --rate * size - the least--> operator that makes k
                     --endless--> needed k
 
+An offer may serve readers of other buffers too. What they need is then a form of no bytes, for the seconds of those
+operators of the offer that are for this buffer alone: the parts are at most what the offer costs. An operator that is
+left out because offers of k serve the readers of its results reads what these readers do, k in some form.
+
 The bound then holds for every choice of reruns and offers.
 
 Where w other micro-batches wait at the boundary, each kept byte counts 1 + w times at that operator.
@@ -43,7 +47,7 @@ from roamc.solvers.arrays import BoolArray, FloatArray, IntArray, LongArray
 from roamc.solvers.compiled import compiled
 from roamc.solvers.order.bound import most_reused, operator_bound, reachability_bound
 from roamc.solvers.order.evaluate import live_bytes
-from roamc.solvers.order.problem import Bytes, OrderProblem, Step, dependencies, renumber
+from roamc.solvers.order.problem import BufferIndex, Bytes, OrderProblem, Step, dependencies, renumber
 from roamc.solvers.retain.effort import CLOSE, EFFORT, Effort
 from roamc.solvers.retain.offers import Seconds
 from roamc.solvers.retain.problem import RetainProblem
@@ -59,11 +63,12 @@ _SOURCE, _SINK = 0, 1
 
 
 class _Forms(NamedTuple):
-    """The problem's offers as arrays, m of them.
+    """The forms that the problem's offers have, m of them: one for each buffer whose readers an offer serves.
 
     buffer: int64[m].  nbytes: int64[m].  seconds: float64[m].
-    decoded: by offer, the steps of the readers that read what is made of the smaller form.
+    decoded: by form, the steps of the readers that read what is made of it.
     moved: by read, as the order lists them: whether some offer lets this reader read something else.
+    offers: by read, the buffers of these offers.
     less: int64, by read: by how much smaller that may be.
     """
 
@@ -72,6 +77,7 @@ class _Forms(NamedTuple):
     seconds: FloatArray
     decoded: tuple[list[Step], ...]
     moved: BoolArray
+    offers: dict[int, set[BufferIndex]]
     less: LongArray
 
 
@@ -107,7 +113,7 @@ class _Network:
     whole: int64[w], those of them with a smaller form, and with a second arc for readers of the buffer itself.
     timed: int64[t], the operators with arcs of seconds.
     needed: bytes of the buffers made before v and read behind it, without `free`: the most that can be kept.
-    waits: bool[offers], whether the smaller form of each is read behind v.
+    waits: bool[forms], whether what is made of each is read behind v.
     """
 
     step: Step
@@ -149,6 +155,7 @@ class Bounds:
     _smaller: BoolArray = field(init=False)
     _forms: _Forms = field(init=False)
     _idle: BoolArray = field(init=False)
+    _coded: BoolArray = field(init=False)
     _made: dict[tuple[Step, float], Cut] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -158,6 +165,7 @@ class Bounds:
         self._smaller = np.zeros(self.order.num_buffers, dtype=np.bool_)
         self._smaller[self._forms.buffer[self._forms.nbytes < self.order.size[self._forms.buffer]]] = True
         self._idle = _left_out(self.problem, self.order, self._forms)
+        self._coded = _through_offers(self.order, self._forms, self._idle)
         alone = operator_bound(self.order) - self._read_smaller()
         self.alone = int(alone[~self._idle].max(initial=0))
         self.networks = []
@@ -262,7 +270,7 @@ class Bounds:
         before = place[order.producer] == -1
         read_here, read_later = np.zeros_like(order.kept), np.zeros_like(order.kept)
         read_here[buffer[order.consumer == step]] = True
-        behind_here = (place[order.consumer] == 1) & ~self._idle[order.consumer]
+        behind_here = (place[order.consumer] == 1) & (~self._idle[order.consumer] | self._coded)
         read_later[buffer[behind_here]] = True
         free = before & (read_here | order.kept)
         present = free | (order.producer == step)
@@ -302,7 +310,7 @@ class Bounds:
 
     def _as_read(self, buffer: LongArray) -> LongArray:
         """Return for each read the node of what is read: int64[reads]. buffer: which buffer each read reads."""
-        itself = self._smaller[buffer] & ~self._forms.moved
+        itself = self._smaller[buffer] & ~self._forms.moved & ~self._coded
         return np.where(itself, self._whole(buffer), 2 + buffer)
 
     def _cut(self, network: _Network, rate: float) -> Cut:
@@ -369,18 +377,24 @@ def _forms_of(problem: RetainProblem, order: OrderProblem) -> _Forms:
     step = np.empty(problem.num_ops, dtype=np.int64)
     step[problem.sequence] = np.arange(problem.num_ops)
     moved, less = np.zeros(len(order.consumer), dtype=np.bool_), np.zeros(len(order.consumer), dtype=np.int64)
+    offers: dict[int, set[BufferIndex]] = {}
+    forms: list[tuple[BufferIndex, Bytes, Seconds, list[Step]]] = []
     for offer in problem.offers:
-        begin, end = order.consumer_start[offer.buffer : offer.buffer + 2]
-        for reader in dict.fromkeys(reader for reader, _ in offer.instead):
-            row = begin + np.searchsorted(order.consumer[begin:end], step[reader])
+        for (reader, buffer), nbytes in offer.read_instead.items():
+            begin, end = order.consumer_start[buffer : buffer + 2].tolist()
+            row = begin + int(np.searchsorted(order.consumer[begin:end], step[reader]))
             moved[row] = True
-            less[row] = max(less[row], order.size[offer.buffer] - offer.read_by(reader))
+            offers.setdefault(row, set()).add(offer.buffer)
+            less[row] = max(less[row], order.size[buffer] - nbytes)
+        decoded = [int(step[reader]) for reader in offer.decoded_for]
+        forms += [(k, offer.least_bytes * (k == offer.buffer), seconds, decoded) for k, seconds in offer.shares.items()]
     return _Forms(
-        buffer=np.array([offer.buffer for offer in problem.offers], dtype=np.int64),
-        nbytes=np.array([offer.nbytes for offer in problem.offers], dtype=np.int64),
-        seconds=np.array([offer.seconds for offer in problem.offers], dtype=np.float64),
-        decoded=tuple([int(step[reader]) for reader in offer.decoded_for] for offer in problem.offers),
+        buffer=np.array([buffer for buffer, *_ in forms], dtype=np.int64),
+        nbytes=np.array([nbytes for _, nbytes, *_ in forms], dtype=np.int64),
+        seconds=np.array([seconds for *_, seconds, _ in forms], dtype=np.float64),
+        decoded=tuple(decoded for *_, decoded in forms),
         moved=moved,
+        offers=offers,
         less=less,
     )
 
@@ -400,6 +414,20 @@ def _left_out(problem: RetainProblem, order: OrderProblem, forms: _Forms) -> Boo
         if (left == idle).all():
             return idle
         idle = left
+
+
+def _through_offers(order: OrderProblem, forms: _Forms, idle: BoolArray) -> BoolArray:
+    """Return for each read whether its operator is left out only if an offer of what it reads is taken.
+
+    That is where offers of one buffer alone serve a reader that stays of a result of the operator.
+    """
+    coded = np.zeros(len(order.consumer), dtype=np.bool_)
+    maker = np.repeat(order.producer, np.diff(order.consumer_start))
+    staying = {row: of for row, of in forms.offers.items() if len(of) == 1 and not idle[order.consumer[row]]}
+    for op, buffer in {(int(maker[row]), *of) for row, of in staying.items() if idle[maker[row]]}:
+        begin, end = order.consumer_start[buffer : buffer + 2].tolist()
+        coded[begin:end] |= order.consumer[begin:end] == op
+    return coded
 
 
 @compiled

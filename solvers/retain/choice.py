@@ -116,7 +116,7 @@ class Choice:
     def encoded(self, taken: Taken) -> Encoded:
         """Return the problem of the schedule in which these offers are taken; made once for all equal sets.
 
-        taken: places in `problem.offers`, sorted. Raises ValueError if two of them are of one buffer.
+        taken: places in `problem.offers`, sorted. Raises ValueError if two of them clash, see `offers.clash`.
         """
         if taken not in self._encoded:
             self._encoded[taken] = encoded(self.problem, taken)

@@ -22,7 +22,7 @@ from roamc.solvers.order.problem import (
 )
 from roamc.solvers.order.problem import make_problem as make_order
 from roamc.solvers.order.problem import reads as reads_of
-from roamc.solvers.retain.offers import Extra, Offer, Part
+from roamc.solvers.retain.offers import Extra, Offer, Part, clash
 from roamc.solvers.retain.problem import RetainProblem, make_problem
 
 _Item = TypeVar("_Item")
@@ -48,12 +48,11 @@ class Encoded:
 def encoded(problem: RetainProblem, taken: Sequence[int]) -> Encoded:
     """Return the problem of the schedule in which the offers at the places `taken` in `problem.offers` are taken.
 
-    Raises ValueError if two of them are of one buffer.
+    Raises ValueError if two of them clash, see `offers.clash`.
     """
     offers = [problem.offers[place] for place in taken]
-    buffers = [offer.buffer for offer in offers]
-    if len(set(buffers)) < len(buffers):
-        raise ValueError(f"two taken offers are of buffer {max(buffers, key=buffers.count)}")
+    if why := clash(offers):
+        raise ValueError(f"two taken offers {why}")
     if not offers:
         return Encoded(replace(problem, offers=()), (), ())
     return _Writer(problem, offers).write()
@@ -74,6 +73,7 @@ class _Writer:
     readers: by buffer, the operators that read it.
     reusable: by buffer, the buffers whose bytes it may take over.
     makes: by operator of the problem, the buffers that it makes.
+    dead: the operators that are left out.
     alive: the operators that are left.
     """
 
@@ -92,8 +92,8 @@ class _Writer:
         self.makes = writes(order).lists()
         for offer in offers:
             self._add(offer)
-        dead = self._without_readers()
-        self.alive = [op for op in range(order.num_ops + len(self.extras)) if op not in dead]
+        self.dead = self._without_readers()
+        self.alive = [op for op in range(order.num_ops + len(self.extras)) if op not in self.dead]
 
     def _add(self, offer: Offer) -> None:
         """Add the operators of an offer, and let readers read what it makes."""
@@ -114,31 +114,31 @@ class _Writer:
                 self.readers.append({})
                 self.reusable.append([_named(buffer, first) for buffer in result.reusable])
         self.parts.append(parts)
-        for reader, own in offer.instead:
-            self.readers[offer.buffer].pop(reader, None)
+        for reader, buffer, own in offer.instead:
+            self.readers[buffer].pop(reader, None)
             self.readers[first + own][reader] = None
         self._redirect_reuse(offer, first)
 
     def _redirect_reuse(self, offer: Offer, first: BufferIndex) -> None:
-        """Let results that could take over the bytes of the offer's buffer take over those of what is read instead."""
-        for reader, i in offer.instead:
+        """Let results that could take over the bytes of what is no longer read take over those of what is instead."""
+        for reader, buffer, i in offer.instead:
             own = first + i
             for result in self.makes[reader]:
                 row = self.reusable[result]
-                if offer.buffer in row:
+                if buffer in row:
                     replacement = [own] if self.sizes[own] == self.sizes[result] else []
-                    at = row.index(offer.buffer)
+                    at = row.index(buffer)
                     self.reusable[result] = [*row[:at], *replacement, *row[at + 1 :]]
 
     def _without_readers(self) -> set[OpIndex]:
         """The operators that are left out because nothing reads a result of theirs any more; their reads are gone."""
         dead: set[OpIndex] = set()
-        pending = [self.producer[offer.buffer] for offer in self.offers]
+        pending = [self.producer[buffer] for offer in self.offers for buffer in (offer.buffer, *offer.others)]
         if not any(self._unread(op) for op in pending):
             return dead
         reads = reads_of(self.order).lists()
         for first, offer in zip(self.firsts, self.offers, strict=True):
-            for reader, own in offer.instead:
+            for reader, _, own in offer.instead:
                 reads[reader].append(first + own)
         while pending:
             op = pending.pop()
@@ -206,7 +206,7 @@ class _Writer:
             )
             for buffer in buffers
         ]
-        removed = {(self.producer[offer.buffer], reader) for offer in self.offers for reader, _ in offer.instead}
+        removed = {(self.producer[buffer], reader) for offer in self.offers for reader, buffer, _ in offer.instead}
         edges = [
             (number[before], number[after])
             for before, after in order.edges.tolist()
@@ -252,13 +252,19 @@ class _Writer:
         return placed
 
     def _places(self, offer: Offer, step: dict[OpIndex, Step]) -> tuple[Step, Step, Step]:
-        """Three steps: of the last reader before the form is read, the first late reader, the first of the shape."""
+        """Three steps: of the last reader before the form is read, the first late reader, the first of the shape.
+
+        What is left out and made what the offer makes anew is no reader; the form reads its buffer in its place.
+        """
         late = min((step[op] for op in offer.decoded_for), default=self.order.num_ops)
         shape = min((step[op] for op in offer.shaped_for), default=self.order.num_ops)
-        moved = {reader for reader, _ in offer.instead}
+        moved = {reader for reader, buffer, _ in offer.instead if buffer == offer.buffer}
+        moved |= self.dead & {self.producer[buffer] for buffer in offer.others}
         begin, end = self.order.consumer_start[offer.buffer : offer.buffer + 2].tolist()
         early = [step[op] for op in self.order.consumer[begin:end].tolist() if op not in moved]
-        last = max(step[self.order.producer[offer.buffer]], *(at for at in early if at < late), 0)
+        encode = (extra for extra in offer.operators if extra.part is Part.ENCODE)
+        inputs = [step[self.producer[buffer]] for extra in encode for buffer in extra.reads if buffer >= 0]
+        last = max(step[self.order.producer[offer.buffer]], *inputs, *(at for at in early if at < late), 0)
         return last, late, shape
 
     def _expires(self, number: dict[OpIndex, OpIndex], sequence: list[OpIndex]) -> list[Step]:

@@ -13,8 +13,11 @@ readers of k that would read what is made again. A taken offer adds its operator
   that shape, and k need not be there for it.
 
 In the new schedule these are operators like others: what they make may be dropped and made again. An operator whose
-results nobody reads any more is left out if `RetainProblem.idle` allows that. An offer may read other buffers than k,
-and several offers may be of one buffer, of which a solution takes one at most.
+results nobody reads any more is left out if `RetainProblem.idle` allows that.
+
+An offer may read other buffers than k, and serve readers of other buffers too: of what is made from k again, or of what
+is made of k anew, as a smaller product in the place of one that is made late. Several offers may be of one buffer, and
+several may serve one reader of one buffer: a solution takes one of them at most, see `clash`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import chain, pairwise
 
 from roamc.solvers.order.problem import BufferIndex, Bytes, OpIndex
 
@@ -84,18 +88,18 @@ class Extra:
 
 @dataclass(frozen=True)
 class Offer:
-    """A smaller form in which one buffer can wait for its late readers.
+    """A smaller form in which one buffer can wait for its late readers, and for those of what is made of it.
 
     buffer: the buffer.
-    nbytes: bytes that wait in its place.
+    nbytes: bytes that wait in its place, for all readers of what is made of the form.
     operators: what is added to the schedule, in program order within each part.
-    instead: (reader, i) for each reader of `buffer` that reads entry i of `made` in its place.
+    instead: (reader, k, i) for each reader of buffer k that reads entry i of `made` in its place; mostly k is `buffer`.
     """
 
     buffer: BufferIndex
     nbytes: Bytes
     operators: tuple[Extra, ...]
-    instead: tuple[tuple[OpIndex, int], ...]
+    instead: tuple[tuple[OpIndex, BufferIndex, int], ...]
 
     @cached_property
     def seconds(self) -> Seconds:
@@ -107,24 +111,62 @@ class Offer:
         """The buffers that its operators make, in their sequence: entry i is what `Extra.reads` names ~i."""
         return tuple(result for each in self.operators for result in each.makes)
 
-    def read_by(self, reader: OpIndex) -> Bytes:
-        """Return the bytes that `reader` reads in place of the buffer; 0 for a reader that is not in `instead`."""
-        return sum(self.made[own].size for op, own in self.instead if op == reader)
+    @cached_property
+    def others(self) -> tuple[BufferIndex, ...]:
+        """The other buffers whose readers are in `instead`, each once."""
+        return tuple(dict.fromkeys(k for _, k, _ in self.instead if k != self.buffer))
+
+    @cached_property
+    def shares(self) -> dict[BufferIndex, Seconds]:
+        """The seconds of its operators, divided among the buffers whose readers it serves.
+
+        An operator that makes what only readers of other buffers read is for the first of these; all others, and those
+        that make the form, are for `buffer`.
+        """
+        maker = [number for number, each in enumerate(self.operators) for _ in each.makes]
+        served = (self.buffer, *self.others)
+        first = {number: self.buffer for number, each in enumerate(self.operators) if each.part is Part.ENCODE}
+        for _, k, own in sorted(self.instead, key=lambda read: served.index(read[1])):
+            first.setdefault(maker[own], k)
+        shares: dict[BufferIndex, list[Seconds]] = {k: [] for k in served}
+        for number, each in enumerate(self.operators):
+            shares[first.get(number, self.buffer)].append(each.seconds)
+        return {k: math.fsum(row) for k, row in shares.items()}
+
+    @cached_property
+    def claims(self) -> frozenset[tuple[OpIndex, BufferIndex]]:
+        """What no other taken offer may have: (-1, `buffer`), and each (reader, k) in `instead`."""
+        return frozenset({(-1, self.buffer), *((reader, k) for reader, k, _ in self.instead)})
+
+    @cached_property
+    def read_instead(self) -> dict[tuple[OpIndex, BufferIndex], Bytes]:
+        """Per (reader, k) in `instead` the bytes read in place of buffer k; what a reader reads for two counts once."""
+        nbytes = {(reader, k): 0 for reader, k, _ in self.instead}
+        for (reader, own), k in {(reader, own): k for reader, k, own in self.instead}.items():
+            nbytes[reader, k] += self.made[own].size
+        return nbytes
 
     @cached_property
     def decoded_for(self) -> tuple[OpIndex, ...]:
         """The readers in `instead` that read what is made of the smaller form."""
-        return self._readers(stand_ins=False)
+        return tuple(reader for reader, _, own in self.instead if own not in self._stand_ins)
 
     @cached_property
     def shaped_for(self) -> tuple[OpIndex, ...]:
         """The readers in `instead` that take a stand-in."""
-        return self._readers(stand_ins=True)
+        return tuple(reader for reader, _, own in self.instead if own in self._stand_ins)
 
-    def _readers(self, *, stand_ins: bool) -> tuple[OpIndex, ...]:
-        """The readers of those buffers that operators for stand-ins make, or that others make."""
+    @cached_property
+    def least_bytes(self) -> Bytes:
+        """Bytes that are there in any case before the last reader in `decoded_for`: the form, or what is made of it."""
+        read = [self.made[own].size for *_, own in self.instead if own not in self._stand_ins]
+        return min([self.nbytes, *read])
+
+    @cached_property
+    def _stand_ins(self) -> frozenset[int]:
+        """The entries of `made` that are stand-ins."""
         parts = [each.part for each in self.operators for _ in each.makes]
-        return tuple(reader for reader, own in self.instead if (parts[own] is Part.STAND_IN) is stand_ins)
+        return frozenset(own for own, part in enumerate(parts) if part is Part.STAND_IN)
 
     def price(self, per_byte: float) -> Seconds:
         """Return the seconds of the offer's operators plus `per_byte` seconds for each of the `nbytes` that wait."""
@@ -132,20 +174,39 @@ class Offer:
 
 
 def cheapest(offers: Sequence[Offer], sizes: Sequence[Bytes], per_byte: float) -> tuple[int, ...]:
-    """Return the offers, one for each buffer at most, that cost less than to keep their buffers as they are.
+    """Return offers that cost less than to keep their buffers as they are; of those that clash, what saves most.
 
     offers: the offers; the result has their places in this sequence, sorted.
     sizes: bytes of every buffer.
     per_byte: seconds that a byte which waits costs; if infinite, the smallest form of each buffer is taken.
     """
-    best: dict[BufferIndex, tuple[float, float, int]] = {}
+    rows: list[tuple[float, float, float, int]] = []
     for place, offer in enumerate(offers):
         endless = math.isinf(per_byte)
+        rate = 1.0 if endless else per_byte
         costs = (float(offer.nbytes), offer.seconds) if endless else (offer.price(per_byte), 0.0)
-        whole = float(sizes[offer.buffer]) * (1.0 if endless else per_byte)
-        if costs[0] < whole:
-            best[offer.buffer] = min(best.get(offer.buffer, (*costs, place)), (*costs, place))
-    return tuple(sorted(place for *_, place in best.values()))
+        saved = sum(sizes[k] for k in (offer.buffer, *offer.others)) * rate - costs[0]
+        if saved > 0:
+            rows.append((-saved, *costs, place))
+    taken: list[int] = []
+    claimed: set[tuple[OpIndex, BufferIndex]] = set()
+    for *_, place in sorted(rows):
+        if claimed.isdisjoint(offers[place].claims):
+            taken.append(place)
+            claimed |= offers[place].claims
+    return tuple(sorted(taken))
+
+
+def clash(offers: Iterable[Offer]) -> str:
+    """Return why these offers may not be taken together; "" if they may.
+
+    Two may not that are of one buffer, or give one reader something to read in place of one buffer.
+    """
+    claims = sorted(chain.from_iterable(offer.claims for offer in offers))
+    for (reader, buffer), following in pairwise(claims):
+        if (reader, buffer) == following:
+            return f"{'are of' if reader < 0 else f'serve op {reader} as a reader of'} buffer {buffer}"
+    return ""
 
 
 def check_offers(offers: Iterable[Offer], num_ops: int, num_buffers: int) -> None:
@@ -155,13 +216,15 @@ def check_offers(offers: Iterable[Offer], num_ops: int, num_buffers: int) -> Non
     """
     for place, offer in enumerate(offers):
         num_made = len(offer.made)
-        ops = [each.anchor for each in offer.operators] + [reader for reader, _ in offer.instead]
+        ops = [each.anchor for each in offer.operators] + [reader for reader, *_ in offer.instead]
+        served = (offer.buffer, *offer.others)
         reads = [buffer for each in offer.operators for buffer in each.reads]
         if not all(0 <= op < num_ops for op in ops):
             raise ValueError(f"offer {place} names an op out of range 0..{num_ops - 1}")
-        if not 0 <= offer.buffer < num_buffers or not all(-num_made <= buffer < num_buffers for buffer in reads):
+        if not all(-num_made <= buffer < num_buffers for buffer in reads) or not (
+            0 <= min(served) and max(served) < num_buffers
+        ):
             raise ValueError(f"offer {place} names a buffer out of range 0..{num_buffers - 1}")
-        if not all(0 <= own < num_made for _, own in offer.instead):
-            raise ValueError(
-                f"offer {place} lets a reader read buffer {max(own for _, own in offer.instead)} of {num_made}"
-            )
+        entries = [own for *_, own in offer.instead]
+        if not all(0 <= own < num_made for own in entries):
+            raise ValueError(f"offer {place} lets a reader read buffer {max(entries)} of {num_made}")

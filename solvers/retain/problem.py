@@ -110,7 +110,7 @@ class RetainSolution:
         read something; `exact.py`). INFEASIBLE if the search found no reruns within the budget, though there may be
         some; the reruns are then those with the lowest peak found. LIMIT and GAP as in `Status`.
     work: operators that simulations ran, plus arcs of the bound's networks.
-    taken: the offers that are taken, by their places in `RetainProblem.offers`, sorted; one for each buffer at most.
+    taken: the offers that are taken, by their places in `RetainProblem.offers`, sorted; no two of them clash.
     """
 
     reruns: tuple[Rerun, ...]

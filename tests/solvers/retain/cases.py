@@ -1,5 +1,6 @@
 """Retention problems to test with, and slow, obvious answers to compare with."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -170,5 +171,40 @@ def offers_of(problem: RetainProblem, code: Sequence[int], extra: Sequence[float
                 Extra(Part.ENCODE, int(order.producer[k]), k, float(extra[k]), 0, True, (k,), (form,)),
                 Extra(Part.DECODE, min(waiting), k, 0.0, 0, True, (~0,), (again,)),
             )
-            offers.append(Offer(k, int(code[k]), operators, tuple((op, 1) for op in waiting)))
+            offers.append(Offer(k, int(code[k]), operators, tuple((op, k, 1) for op in waiting)))
     return offers
+
+
+def of_several(
+    problem: RetainProblem, offers: Sequence[Offer], late: Sequence[bool], dice: random.Random
+) -> list[Offer]:
+    """Of some of ``offers`` and another buffer at random, one that serves the late readers of both.
+
+    What readers of the other buffer read is made of the decoded buffer, or of the form alone if the buffer's own
+    readers stay as they are. In the second case the buffer's readers may be left out with what they make.
+    """
+    order, rows = problem.order, consumers(problem.order).lists()
+    step = {op: at for at, op in enumerate(problem.sequence.tolist())}
+    several = []
+    for offer in offers:
+        born = int(order.producer[offer.buffer])
+        waits = {k: tuple(op for op in rows[k] if late[op]) for k in range(order.num_buffers) if not order.kept[k]}
+        others = [
+            k
+            for k, ops in waits.items()
+            if k != offer.buffer and ops and min(ops) > born and min(map(step.__getitem__, ops)) > step[born]
+        ]
+        if not others:
+            continue
+        k, alone, seconds = dice.choice(others), dice.random() < 0.5, dice.choice([0.0, 0.5])
+        encode, decode = offer.operators
+        result = Result(int(order.size[k]), True)
+        again = Extra(Part.DECODE, min(waits[k]), offer.buffer, seconds, 0, True, (~0 if alone else ~1,), (result,))
+        moved = tuple((op, k, 1 if alone else 2) for op in waits[k])
+        if alone:
+            several.append(Offer(offer.buffer, offer.nbytes, (encode, again), moved))
+        else:
+            anchor = min(decode.anchor, again.anchor)
+            extras = (encode, *(dataclasses.replace(one, anchor=anchor) for one in (decode, again)))
+            several.append(Offer(offer.buffer, offer.nbytes, extras, (*offer.instead, *moved)))
+    return several

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from roamc.solvers.arrays import BoolArray, FloatArray, LongArray
 from roamc.solvers.order import peak_bytes
 from roamc.solvers.retain import Bounds, RetainProblem, encoded, make_problem, solve
+from roamc.solvers.retain.offers import clash
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
-from tests.solvers.retain.cases import chain, layered, legal_sequence, offers_of, problems
+from tests.solvers.retain.cases import chain, layered, legal_sequence, of_several, offers_of, problems
 
 
 def bound(problem: RetainProblem, budget: int, operators: int = 100) -> float:
@@ -119,9 +120,15 @@ def check_with_codes(problem: RetainProblem, share: float, dice: random.Random) 
     extra = np.array([dice.choice([0.0, 0.0, 0.1]) for _ in size])
     budget = int(peak_bytes(problem.order, problem.sequence) * share)
     whole = offered(problem, code, extra, late)
-    least = with_codes(problem, code, extra, budget, late)[0]
+    several = of_several(problem, whole.offers, late.tolist(), dice)
+    idle = np.array([dice.random() < 0.5 for _ in range(problem.num_ops)])
+    whole = dataclasses.replace(whole, offers=(*several, *whole.offers), idle=idle)
+    least = bound(whole, budget)
     for some in (0.3, 1.0):
-        taken = [place for place in range(len(whole.offers)) if dice.random() < some]
+        taken: list[int] = []
+        for place in range(len(whole.offers)):
+            if dice.random() < some and not clash(whole.offers[each] for each in (*taken, place)):
+                taken.append(place)
         solution = solve(encoded(whole, taken).problem, budget, work_limit=100_000)
         if solution.status is not Status.INFEASIBLE:
             assert solution.seconds + math.fsum(whole.offers[place].seconds for place in taken) >= least * (1 - 1e-9)

@@ -27,14 +27,14 @@ from roamc.solvers.retain import (
     solve,
     validate,
 )
-from roamc.solvers.retain.offers import cheapest
+from roamc.solvers.retain.offers import cheapest, clash
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
-from tests.solvers.retain.cases import chain, layered, offers_of, problems
+from tests.solvers.retain.cases import chain, layered, of_several, offers_of, problems
 
 
 def offered(problem: RetainProblem, dice: random.Random) -> RetainProblem:
-    """The problem with up to two offers for each buffer that the second half of the schedule reads."""
+    """The problem with up to two offers for each buffer that the second half reads, and some of several buffers."""
     late = np.zeros(problem.num_ops, dtype=np.bool_)
     late[problem.sequence[problem.num_ops // 2 :]] = True
     size = problem.order.size.tolist()
@@ -42,25 +42,27 @@ def offered(problem: RetainProblem, dice: random.Random) -> RetainProblem:
     for share, seconds in ((8, 1.0), (2, 0.1)):
         extra = [dice.choice([0.0, seconds]) for _ in size]
         offers += offers_of(problem, [nbytes // share for nbytes in size], extra, late.tolist())
+    several = of_several(problem, offers, late.tolist(), dice)
     offers += [with_stand_ins(one, dice) for one in offers if dice.random() < 0.4]
     idle = np.array([dice.random() < 0.5 for _ in range(problem.num_ops)])
-    kept = tuple(one for one in offers if dice.random() < 0.7)
+    kept = tuple(one for one in (*several, *offers) if dice.random() < 0.7)
     return dataclasses.replace(problem, offers=kept, idle=idle)
 
 
 def with_stand_ins(offer: Offer, dice: random.Random) -> Offer:
     """The offer with a stand-in of no bytes for some of its readers, or for all; nothing else is then made."""
-    shapes = tuple(reader for reader, _ in offer.instead if dice.random() < 0.6)
-    late = tuple(reader for reader, _ in offer.instead if reader not in shapes)
+    shapes = tuple(reader for reader, *_ in offer.instead if dice.random() < 0.6)
+    late = tuple(reader for reader, *_ in offer.instead if reader not in shapes)
     if not shapes:
         return offer
     stand_in = Extra(Part.STAND_IN, min(shapes), offer.buffer, 0.0, 0, True, (), (Result(0, False),))
-    instead = tuple((reader, 2) for reader in shapes) + tuple((reader, 1) for reader in late)
+    k = offer.buffer
+    instead = tuple((reader, k, 2) for reader in shapes) + tuple((reader, k, 1) for reader in late)
     if late:
         encode, decode = offer.operators
         anchored = dataclasses.replace(decode, anchor=min(late))
         return dataclasses.replace(offer, operators=(encode, anchored, stand_in), instead=instead)
-    return Offer(offer.buffer, 0, (stand_in,), tuple((reader, 0) for reader in shapes))
+    return Offer(k, 0, (stand_in,), tuple((reader, k, 0) for reader in shapes))
 
 
 def check(problem: RetainProblem, budget: int, solution: RetainSolution) -> None:
@@ -95,7 +97,7 @@ def test_no_set_of_offers_is_below_the_bound(problem: RetainProblem, share: floa
     least = bounds.seconds(budget)
     for count in range(min(len(whole.offers), 3) + 1):
         for taken in itertools.combinations(range(len(whole.offers)), count):
-            if len({whole.offers[place].buffer for place in taken}) == count:
+            if not clash([whole.offers[place] for place in taken]):
                 solution = solve(encoded(whole, taken).problem, budget, work_limit=50_000)
                 seconds = solution.seconds + sum(whole.offers[place].seconds for place in taken)
                 assert solution.status is Status.INFEASIBLE or seconds >= least * (1 - 1e-9)
@@ -141,7 +143,7 @@ def test_the_lowest_peak_is_asked_for_as_often_as_the_effort_says(monkeypatch: p
 def test_of_several_offers_the_price_decides() -> None:
     problem = chain(2)
     rows = [
-        Offer(3, nbytes, (Extra(Part.DECODE, 5, 0, seconds, 0, True, (3,), (Result(100, True),)),), ((5, 0),))
+        Offer(3, nbytes, (Extra(Part.DECODE, 5, 0, seconds, 0, True, (3,), (Result(100, True),)),), ((5, 3, 0),))
         for nbytes, seconds in ((50, 1.0), (10, 3.0), (200, 0.0))
     ]
     sizes = [100] * problem.num_buffers
@@ -158,7 +160,7 @@ def test_of_equal_offers_those_that_the_budget_needs_are_taken(budget: int, seco
     def smaller(buffer: int, late: int) -> Offer:
         encode = Extra(Part.ENCODE, buffer, 0, 0.5, 0, False, (buffer,), (Result(10, False),))
         decode = Extra(Part.DECODE, late, 0, 0.5, 0, False, (~0,), (Result(100, False),))
-        return Offer(buffer, 10, (encode, decode), ((late, 1),))
+        return Offer(buffer, 10, (encode, decode), ((late, buffer, 1),))
 
     buffers = [(100, 0, [3], False), (100, 1, [4], False)]
     order = make_order([0] * 5, [(0, 2), (1, 2), (2, 3), (2, 4)], buffers, [0, 0, 200, 0, 0])
@@ -180,7 +182,7 @@ def half_read() -> RetainProblem:
     order = make_order([0] * 6, [], buffers)
     stand_in = Extra(Part.STAND_IN, 4, 0, 0.0, 0, True, (), (Result(2, True),))
     made_of_other = Extra(Part.DECODE, 4, 0, 1.0, 0, True, (2,), (Result(100, True),))
-    offers = [Offer(1, 0, (stand_in,), ((4, 0),)), Offer(1, 0, (made_of_other,), ((4, 0),))]
+    offers = [Offer(1, 0, (stand_in,), ((4, 1, 0),)), Offer(1, 0, (made_of_other,), ((4, 1, 0),))]
     idle = [True, True, True, False, True, True]
     return make_problem(order, range(6), [1.0] * 6, [True] * 6, [True, True, True, True, False], None, idle, offers)
 
@@ -209,7 +211,7 @@ def test_no_form_waits_behind_the_last_reader_of_what_is_decoded() -> None:
         Extra(Part.DECODE, 2, 0, 0.0, 0, True, (~0,), (Result(100, True),)),
         Extra(Part.STAND_IN, 5, 1, 0.0, 0, True, (), (Result(1, True),)),
     )
-    offer = Offer(0, 90, coded, ((2, 1), (5, 2)))
+    offer = Offer(0, 90, coded, ((2, 0, 1), (5, 0, 2)))
     problem = make_problem(order, range(6), [5.0] * 6, [False] * 6, [False] * 6, offers=[offer])
     solution = Choice(problem).solve(203)
     assert (solution.peak_bytes, solution.seconds, solution.taken) == (201, 1.0, (0,))
@@ -226,7 +228,7 @@ def test_what_is_left_out_is_no_reader_of_another_offer() -> None:
         Extra(Part.DECODE, 1, 0, 1.0, 0, True, (~0,), (Result(100, True),)),
     )
     stand_in = Extra(Part.STAND_IN, 2, 0, 0.0, 0, True, (), (Result(1, True),))
-    offers = [Offer(0, 10, coded, ((1, 1), (3, 1))), Offer(1, 0, (stand_in,), ((2, 0),))]
+    offers = [Offer(0, 10, coded, ((1, 0, 1), (3, 0, 1))), Offer(1, 0, (stand_in,), ((2, 1, 0),))]
     idle = [False, True, False, False]
     problem = make_problem(order, range(4), [1.0] * 4, [True] * 4, [True] * 3 + [False], None, idle, offers)
     assert encoded(problem, (0, 1)).problem.num_ops == 6
@@ -246,6 +248,66 @@ def test_two_offers_of_one_buffer_are_refused() -> None:
         encoded(half_read(), (0, 1))
 
 
+def projected(*, idle: bool = True) -> RetainProblem:
+    """Operator 4 makes a product of buffer 0 that 5 reads; offers let the product, or half of buffer 0, wait for 5.
+
+    The third offer lets 5 read what is made of another buffer, and 3 makes a large buffer in between.
+    """
+    buffers = [(100, 0, [1, 4], False), (10, 1, [2, 3], False), (1, 2, [5], False), (200, 3, [4], False)]
+    order = make_order([0] * 6, [], [*buffers, (20, 4, [5], False), (1, 5, [], True)])
+    early = Extra(Part.ENCODE, 1, 0, 0.5, 0, True, (0,), (Result(20, True),))
+    halved = (
+        Extra(Part.ENCODE, 1, 0, 0.1, 0, True, (0,), (Result(50, True),)),
+        Extra(Part.DECODE, 4, 0, 0.2, 0, True, (~0,), (Result(100, True),)),
+        Extra(Part.DECODE, 4, 0, 0.4, 0, True, (~1,), (Result(20, True),)),
+    )
+    other = Extra(Part.DECODE, 5, 0, 1.0, 0, True, (1,), (Result(20, True),))
+    offers = [
+        Offer(0, 20, (early,), ((5, 4, 0),)),
+        Offer(0, 50, halved, ((4, 0, 1), (5, 4, 2))),
+        Offer(1, 10, (other,), ((5, 4, 0),)),
+    ]
+    can_go = [False] * 4 + [idle, False]
+    return make_problem(order, range(6), [1.0] * 6, [False] * 6, [False] * 6, None, can_go, offers)
+
+
+def test_what_is_made_early_waits_in_the_place_of_what_it_is_made_of() -> None:
+    """Operator 4 is left out, and buffer 0 is free where 3 makes the large one."""
+    form = encoded(projected(), (0,))
+    order = form.problem.order
+    assert (form.encodes, form.decodes) == (((2,),), ((),)), "behind operator 1, the last that reads buffer 0"
+    assert form.problem.num_ops == 6
+    assert order.size.tolist() == [100, 10, 20, 1, 200, 1], "none of the product that 4 would make"
+    assert order.consumer[order.consumer_start[2] : order.consumer_start[3]].tolist() == [5]
+    problem = projected()
+    solution = Choice(dataclasses.replace(problem, offers=problem.offers[:1])).solve(231)
+    assert (solution.taken, solution.peak_bytes, solution.seconds) == ((0,), 231, 0.5)
+    assert 0.49 < solution.bound_seconds <= 0.5, "20 bytes of the form wait, where buffer 0 would"
+
+
+def test_readers_of_several_buffers_read_what_one_form_gives() -> None:
+    """Operator 4 stays if it must, and reads buffer 0 decoded."""
+    order = encoded(projected(idle=False), (1,)).problem.order
+    assert order.size.tolist() == [100, 10, 50, 1, 200, 100, 20, 20, 1]
+    readers = [order.consumer[a:b].tolist() for a, b in itertools.pairwise(order.consumer_start.tolist())]
+    assert readers == [[1, 2], [3, 4], [5], [8], [7], [6, 7], [8], [], []]
+    assert encoded(projected(), (1,)).problem.num_ops == 8, "three more, and none of operator 4"
+
+
+def test_two_offers_that_serve_one_reader_in_the_place_of_one_buffer_are_refused() -> None:
+    with pytest.raises(ValueError, match="two taken offers serve op 5 as a reader of buffer 4"):
+        encoded(projected(), (0, 2))
+    offers, sizes = projected().offers, projected().order.size.tolist()
+    assert cheapest(offers, sizes, float("inf")) == (0,)
+    assert cheapest(offers, sizes, 0.01) == (0,)
+    assert cheapest(offers[1:], sizes, 0.1) == (0,), "of the two that clash the one that saves more"
+
+
+def test_an_offer_shares_its_seconds_among_the_buffers_that_it_serves() -> None:
+    assert projected().offers[1].shares == pytest.approx({0: 0.3, 4: 0.4})
+    assert projected().offers[0].shares == {0: 0.5, 4: 0.0}, "what makes the form is for its buffer"
+
+
 def test_seconds_of_offers_count() -> None:
     form = encoded(half_read(), (1,)).problem
     solution = solve(form, 10**6)
@@ -259,7 +321,8 @@ def test_seconds_of_offers_count() -> None:
         (Offer(9, 0, (), ()), "names a buffer"),
         (Offer(1, 0, (Extra(Part.DECODE, 6, 0, 0.0, 0, True, (), ()),), ()), "names an op"),
         (Offer(1, 0, (Extra(Part.DECODE, 4, 0, 0.0, 0, True, (~0,), ()),), ()), "names a buffer"),
-        (Offer(1, 0, (), ((4, 0),)), "lets a reader read buffer 0 of 0"),
+        (Offer(1, 0, (), ((4, 9, 0),)), "names a buffer"),
+        (Offer(1, 0, (), ((4, 1, 0),)), "lets a reader read buffer 0 of 0"),
     ],
 )
 def test_offers_of_what_does_not_exist_are_refused(offer: Offer, fault: str) -> None:
