@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roamc.operators.activations import ACTIVATIONS, activation_input
 from roamc.operators.aligned import BY_COPIES
 from roamc.operators.counter import counter_mask, draw_seeds, own_seeds
 from roamc.operators.onednn import ONEDNN
@@ -387,6 +388,14 @@ def losses_of_scores(dtype: torch.dtype) -> list[Call]:
     whole, some, _, alike = some_labels()
     labels = ((whole, -100), (whole, 3), (some, -100), (alike, 2), (alike, 0))
     return [call(tensor(dtype, 4), each, 7, how, ignored) for each, ignored in labels for how in range(3)]
+
+
+@cases((torch.float32, torch.bfloat16, torch.float16), activation_input)
+def inputs_of_activations(dtype: torch.dtype) -> list[Call]:
+    outputs = (*odd(dtype), tensor(dtype, 3, 100, 1001))  # more than a piece
+    sides = [(y, tensor(torch.bool, *y.shape)) for y in outputs]
+    turned = tensor(dtype, 5, 3), tensor(torch.bool, 3, 5).t()
+    return [call(y, right, name) for y, right in (*sides, turned) for name in ACTIVATIONS]
 
 
 @cases((torch.int64,), own_seeds)

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from roamc.compat import OpOverload
-from roamc.operators import aligned, collectives, counter, onednn, padded, scores, shards, split_collectives
+from roamc.operators import (
+    activations,
+    aligned,
+    collectives,
+    counter,
+    onednn,
+    padded,
+    scores,
+    shards,
+    split_collectives,
+)
 from roamc.operators.composite import Composite
 from roamc.operators.random import dropout_mask
 
@@ -51,6 +61,7 @@ KERNELS: dict[OpOverload, Kernel] = {
     **{operator: Kernel(function, ANYWHERE) for operator, function in shards.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in counter.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in scores.KERNELS.items()},
+    **{operator: Kernel(function, ANYWHERE) for operator, function in activations.KERNELS.items()},
 }
 
 

@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from roamc.operators import activations
 from roamc.operators.call import Call, broadcast_elements, rows_of, tensor_at
 from roamc.operators.costs.arguments import INLINE_DIMS, is_half
 from roamc.operators.counter import PIECE, PIECE_BYTES
@@ -44,6 +45,13 @@ def dropout_piece(call: Call, result: torch.Tensor) -> Bytes:
 def piece_of_a_mask(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``counter_mask`` outside of groups."""
     return min(PIECE_BYTES, PIECE_BYTES // PIECE * result.numel())
+
+
+def activation_inputs(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``activation_input``: what a piece takes, and copies of arguments that lie in another order."""
+    moved = [tensor for tensor in (tensor_at(call, 0), tensor_at(call, 1)) if tensor.stride() != result.stride()]
+    piece = activations.TAKEN[result.dtype] * activations.piece_elements(result)
+    return piece + sum(tensor.numel() * tensor.itemsize for tensor in moved)
 
 
 def labels(call: Call, result: torch.Tensor) -> Bytes:
