@@ -271,7 +271,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "memory_budget not a number": ({"memory_budget": [1]}, ("[1]",)),
     "order not a name": ({"order": 3}, ("order", "3")),
     "disable not names": ({"disable": 3}, ("disable", "3")),
-    "codecs unknown": ({"codecs": "int8"}, ("codecs", "'int8'", "has none", "bits, signs, integers")),
+    "codecs unknown": ({"codecs": "int8"}, ("codecs", "'int8'", "there are tempo", "bits, signs, integers")),
     "order unknown": ({"order": "bset"}, ("bset", "best")),
     "disable unknown": ({"disable": "reorderr"}, ("reorderr", "reorder")),
     "disable a required pass": ({"disable": ["layout"]}, ("layout", "reorder")),

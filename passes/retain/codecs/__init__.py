@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from roamc.errors import OptionError, PlanError, nearest
 from roamc.operators.ops import Need
 from roamc.operators.table import Kind
-from roamc.passes.retain.codecs import bits, integers, signs
+from roamc.passes.retain.codecs import bits, integers, signs, tempo
 from roamc.passes.retain.codecs.codec import Codec, Coding, Saved
 
 __all__ = ["CODECS", "Codec", "Coding", "Kind", "Saved", "check_lossy", "codec_of", "usable"]
@@ -20,6 +20,7 @@ CODECS: tuple[Codec, ...] = (
     Codec("bits", 0.0, bits.fit),
     Codec("signs", 0.0, signs.fit, Need.SIGN),
     Codec("integers", 0.0, integers.fit),
+    Codec("tempo", tempo.ERROR, tempo.fit, serves=frozenset({Kind.SLOPE})),
 )
 """All codecs. An exact codec (``error`` 0) changes nothing that its readers look at; one with an error is used only
 where ``options.codecs`` names it."""

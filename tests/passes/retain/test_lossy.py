@@ -82,13 +82,13 @@ def test_way_in_takes_the_name() -> None:
 
 @pytest.mark.parametrize("name", ["bits", "nonsense"])
 def test_name_that_is_no_codec_with_an_error_is_refused(name: str) -> None:
-    says = f"codecs: '{name}' is not a codec with an error; there are halves"
+    says = f"codecs: '{name}' is not a codec with an error; there are tempo, halves"
     with pytest.raises(OptionError, match=says):
         search.run(graph(), parse_options({"codecs": name}))
 
 
 def test_mistyped_name_of_a_codec_has_the_nearest() -> None:
-    says = r"there are halves; did you mean 'halves'\? Exact ones, which need no name: bits, signs, integers$"
+    says = r"there are tempo, halves; did you mean 'halves'\? Exact ones, which need no name: bits, signs, integers$"
     with pytest.raises(OptionError, match=says):
         search.options_of({"codecs": "halfs"})
 

@@ -1,0 +1,144 @@
+"""tempo: the input of a GELU or SiLU is made again from its output, which is there anyway, and one bit an element.
+
+    x  -->  y = gelu(x)                              the bit: on which side of the function's minimum x lies
+            dx = gelu_backward(dy, x)                x = activation_input(y, the bit, "gelu")
+
+Named after Andoorveedu et al., "Tempo: Accelerating Transformer-Based Model Training through Memory Footprint
+Reduction", NeurIPS 2022, section 3.1; inputs are found otherwise, see :mod:`roamc.operators.activations`. The slopes at
+them are off by 1.3e-6 of their norm in float32, and by 2.5e-3 and 6e-4 in bfloat16 and float16, for x of N(0, 1). So
+the only readers that get such an input are backwards of the same function.
+
+The paper makes the input of a layer norm from its output as well, which divides by the weight: where a weight is small
+nothing is left of x, and which are is known when the step runs, while a plan says before what waits. There is no such
+codec: x waits, or y runs again from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import getitem
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from roamc.graph import placeholders
+from roamc.graph.memory import fills_storage
+from roamc.operators import ops
+from roamc.operators.activations import ACTIVATIONS, TAKEN, activation_input
+from roamc.operators.fused import Fused
+from roamc.operators.schemas import argument_of
+from roamc.passes.retain.codecs.bits import Bits, bits_of
+from roamc.passes.retain.codecs.codec import Coding, Saved
+from roamc.units import Bytes
+
+aten = torch.ops.aten
+
+ERROR = 0.003
+"""The most by which slopes are off, as a part of their norm, for inputs of N(0, 1): that of SiLU in bfloat16."""
+
+FORWARD: dict[object, tuple[str, int]] = {aten.gelu.default: ("gelu", 0), aten.silu.default: ("silu", 0)}
+BACKWARD: dict[object, tuple[str, int]] = {
+    aten.gelu_backward.default: ("gelu", 1),
+    aten.silu_backward.default: ("silu", 1),
+}
+"""Operator to its activation, as named in :data:`ACTIVATIONS`, and the position of the activation's input."""
+
+
+@dataclass(frozen=True)
+class Tempo(Coding):
+    """A coding of the inputs of one activation: on which side of its minimum they lie.
+
+    Attributes:
+        mask: the coding of the bool tensor that is True right of the minimum.
+        function: a name in :data:`roamc.operators.activations.ACTIVATIONS`.
+    """
+
+    mask: Bits
+    function: str
+
+    @property
+    def nbytes(self) -> Bytes:
+        """Bytes of the code: one bit for each element, rounded up to whole bytes."""
+        return self.mask.nbytes
+
+    def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Return the output of the activation that reads ``node``."""
+        outputs = (_output(read) for read in _reads(node) if _function(read, FORWARD) == self.function)
+        return tuple(y for y in outputs if y is not None)[:1]
+
+    def encode(self, value: Tensor) -> Tensor:
+        """Return the code, uint8[ceil(n / 8)], of a tensor whose n elements lie side by side in memory."""
+        return self.mask.encode(aten.ge.Scalar(value, ACTIVATIONS[self.function].least))
+
+    def decode(self, code: Tensor, /, *beside: Tensor) -> Tensor:
+        """Return inputs, with shape and strides of the value, of which ``beside`` are the outputs."""
+        y = aten.as_strided.default(beside[0], self.mask.shape, self.mask.stride)
+        x: Tensor = activation_input(y, self.mask.decode(code), self.function)
+        return x
+
+
+class _Reading(NamedTuple):
+    """An operator that reads a value.
+
+    Attributes:
+        node: the node of the operator, or of the group that it is a member of.
+        call: the node of the operator, in the body of the group if it is a member of one.
+        argument: what it reads: the value or a view of it.
+    """
+
+    node: fx.Node
+    call: fx.Node
+    argument: fx.Node
+
+
+def fit(saved: Saved) -> Tempo | None:
+    """Return the coding of a value that an activation reads and of which backward only takes its slope; else None.
+
+    The value fills its storage, and the activation's output has the same elements in the same order of memory.
+    """
+    if saved.tensor.dtype not in TAKEN or not fills_storage(saved.tensor):
+        return None
+    late = {read.reader for read in saved.late}
+    slopes = {_function(read, BACKWARD) for read in _reads(saved.node) if read.node in late}
+    function = slopes.pop() if len(slopes) == 1 else ""
+    coding = Tempo(bits_of(saved.tensor), function)
+    return coding if function and coding.beside(saved.node) else None
+
+
+def _reads(node: fx.Node) -> Iterator[_Reading]:
+    for user in node.users:
+        if ops.is_view(user.target):
+            yield from _reads(user)
+        elif isinstance(user.target, Fused):
+            inside = zip(placeholders(user.target.body), user.args, strict=True)
+            members = [read for own, argument in inside if argument is node for read in _reads(own)]
+            yield from (read._replace(node=user) for read in members)
+        elif user.op == "call_function":
+            yield _Reading(user, user, node)
+
+
+def _function(read: _Reading, stems: Mapping[object, tuple[str, int]]) -> str:
+    """The activation that an operator of ``stems`` is or derives, if what it reads is the activation's input; or ""."""
+    call = read.call
+    stem, position = stems.get(call.target, ("", 0))
+    if [at for at, argument in enumerate(call.args) if argument is read.argument] != [position]:
+        return ""
+    by_tanh = stem == "gelu" and argument_of(call.target, call.args, call.kwargs, "approximate") == "tanh"
+    return f"{stem}_by_tanh" if by_tanh else stem
+
+
+def _output(read: _Reading) -> fx.Node | None:
+    """The output of an activation as a node of the graph; None unless it is there and lies like its input."""
+    x, y = read.argument.meta["val"], read.call.meta["val"]
+    pairs = zip(y.shape, x.stride(), y.stride(), strict=True)
+    if x.storage_offset() or not fills_storage(y) or any(a != b for size, a, b in pairs if size != 1):
+        return None
+    if read.node is read.call:
+        return read.call
+    results = read.node.target.results
+    if read.call not in results:
+        return None
+    picks = [user for user in read.node.users if user.target is getitem and user.args[1] == results.index(read.call)]
+    return next(iter(picks), None) if isinstance(read.node.meta["val"], list | tuple) else read.node
