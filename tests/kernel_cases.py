@@ -21,6 +21,7 @@ from roamc.operators.aligned import BY_COPIES
 from roamc.operators.counter import counter_mask, draw_seeds, own_seeds
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.padded import WITH_PADDED_ROWS, rows_padded
+from roamc.operators.projection import BASES, projection
 from roamc.operators.random import dropout_mask
 from roamc.operators.scores import label_scores, nll_of_scores
 from roamc.operators.shards import own_classes, own_indices, own_part
@@ -370,6 +371,14 @@ def seeds_of_dropouts(dtype: torch.dtype) -> list[Call]:
 def counter_masks(dtype: torch.dtype) -> list[Call]:
     seeds, likes = torch.tensor([[1, 2], [-(2**62), 2**32 - 1]]), [torch.empty_like(x) for x in odd(dtype)]
     return [call(seed, x.shape, x.stride(), keep) for seed in seeds for x in likes for keep in (0.0, 0.7, 1.0)]
+
+
+@cases(FLOATS, projection)
+def projections(dtype: torch.dtype) -> list[Call]:
+    on = {"dtype": dtype, "device": torch.device("cpu")}
+    shapes = ((1, 1), (5, 3), (12, 12), (300, 299), (700, 131))  # the last two are more than a piece
+    counters = ((0.0, 0, 0), (7.9, 2**32 - 1, 3))
+    return [call(*counter, n, r, basis, **on) for counter in counters for n, r in shapes for basis in BASES]
 
 
 def some_labels() -> list[torch.Tensor]:

@@ -7,6 +7,6 @@ kernels.py          chapter: functions of ours that write into planned memory
 corrections.py      chapter: results that differ from what torch's fake kernels give; fakes.py: fake kernels of ours
 out_variants.py     how an operator puts its results into planned memory, which follows from the chapters
 
-random.py, collectives.py, split_collectives.py, shards.py, effects.py   operators of ours
+random.py, projection.py, collectives.py, split_collectives.py, shards.py, effects.py   operators of ours
 schemas.py, call.py, index_ranges.py    names, arguments and calls
 """

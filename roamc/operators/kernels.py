@@ -24,6 +24,7 @@ from roamc.operators import (
     counter,
     onednn,
     padded,
+    projection,
     scores,
     shards,
     split_collectives,
@@ -60,6 +61,7 @@ KERNELS: dict[OpOverload, Kernel] = {
     **{operator: Kernel(function, ANYWHERE) for operator, function in padded.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in shards.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in counter.KERNELS.items()},
+    **{operator: Kernel(function, ANYWHERE) for operator, function in projection.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in scores.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in activations.KERNELS.items()},
 }

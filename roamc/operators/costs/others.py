@@ -13,6 +13,7 @@ from roamc.operators.call import Call, broadcast_elements, rows_of, tensor_at
 from roamc.operators.costs.arguments import INLINE_DIMS, is_half
 from roamc.operators.counter import PIECE, PIECE_BYTES
 from roamc.operators.kernels import piece_elements
+from roamc.operators.projection import piece_bytes
 from roamc.operators.scores import BYTES_OF_A_LABEL
 from roamc.units import Bytes
 
@@ -52,6 +53,12 @@ def activation_inputs(call: Call, result: torch.Tensor) -> Bytes:
     moved = [tensor for tensor in (tensor_at(call, 0), tensor_at(call, 1)) if tensor.stride() != result.stride()]
     piece = activations.TAKEN[result.dtype] * activations.piece_elements(result)
     return piece + sum(tensor.numel() * tensor.itemsize for tensor in moved)
+
+
+def piece_of_a_projection(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``projection``, on every device."""
+    rows, columns, basis = call.args[3:6]
+    return piece_bytes(rows, columns, basis)
 
 
 def labels(call: Call, result: torch.Tensor) -> Bytes:

@@ -1,0 +1,204 @@
+"""Random projections that follow from numbers alone: nothing is drawn, every rank and every run makes the same bits.
+
+    p = roamc.projection(counter, seed, stream, n, r, "gaussian", dtype=dtype, device=device)   # [n, r], E[p p^T] = 1
+    z = x @ p                                                                                   # [tokens, r]
+
+    gaussian      elements of N(0, 1 / r)
+    orthonormal   q * sqrt(n / r), where the columns of q are r of the n columns of a signed Hadamard matrix. Such a
+                  matrix has a power of two of rows: for another n there is one on the diagonal for each power of two
+                  that n is the sum of, the largest first. For r = n it is the identity: with no column left out nothing
+                  has to be spread, and an optimizer that works element by element does what it does without p.
+
+Four elements take one run of :func:`roamc.operators.counter.philox`, whose key is ``seed`` and ``stream`` and whose
+counter is ``counter`` and the number of the elements. All that follows is sums, products, quotients and square roots in
+float32, which every device rounds in one way; logarithm, sine and cosine are series of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roamc.compat import OpOverload
+from roamc.operators.counter import WORDS, philox
+from roamc.operators.random import LIBRARY
+from roamc.units import Bytes
+
+BASES = ("gaussian", "orthonormal")
+"""The distributions of projections, by name."""
+
+PIECE = 1 << 16
+"""Elements that are made at a time; a multiple of :data:`roamc.operators.counter.WORDS`."""
+
+BYTES_OF_A_RUN: Bytes = 109
+"""What a Gaussian projection takes, while it is made, for each run of Philox in a piece."""
+
+BYTES_OF_AN_ELEMENT, BYTES_OF_A_ROW, BYTES_OF_A_COLUMN = 16, 40, 8
+"""What an orthonormal one takes for each element of a piece, and for each row and column."""
+
+BYTES_OF_A_CHOICE: Bytes = 52
+"""And what it takes for each row before, while it chooses columns."""
+
+A_FEW: Bytes = 24
+"""What either takes beside that, at most."""
+
+LIBRARY.define(
+    "projection(Scalar counter, int seed, int stream, int n, int r, str basis, *, ScalarType dtype, Device device) "
+    "-> Tensor"
+)
+
+
+def write_projection(
+    counter: float, seed: int, stream: int, n: int, r: int, basis: str, *, out: Tensor, **geometry: Any
+) -> None:
+    """Write a projection of rows of ``n`` elements to ``r`` to ``out``.
+
+    Args:
+        counter: number of the projection in its stream, from 0; a float stands for the integer below it.
+        seed: of all streams, in ``[0, 2**32)``.
+        stream: which of the sequences of projections that have this seed, in ``[0, 2**32)``.
+        n: rows of ``out``.
+        r: columns of ``out``, at most ``n``.
+        basis: one of :data:`BASES`.
+        out: ``[n, r]`` of a floating-point dtype; is written.
+        geometry: dtype and device of ``out``; not read.
+    """
+    first = int(counter) << 32
+    key = torch.full((), _signed(seed | stream << 32), dtype=torch.int64, device=out.device)
+    if basis == "gaussian":
+        flat = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        for begin in range(0, n * r, PIECE):
+            piece = flat.view(-1)[begin : begin + PIECE]
+            piece.copy_(_normals(key, first + begin // WORDS, piece.numel()).mul_(1 / math.sqrt(r)))
+        if flat is not out:
+            out.copy_(flat)
+    elif r == n:
+        out.zero_().diagonal().fill_(1)
+    else:
+        _write_columns(key, first, out)
+
+
+def piece_bytes(n: int, r: int, basis: str) -> Bytes:
+    """Return the most bytes that :func:`write_projection` takes beside ``out``, which is contiguous."""
+    if basis == "gaussian":
+        return BYTES_OF_A_RUN * -(-min(PIECE, n * r) // WORDS) + A_FEW
+    elements = min(max(1, PIECE // r), n) * r
+    spread = BYTES_OF_AN_ELEMENT * elements + BYTES_OF_A_ROW * n + BYTES_OF_A_COLUMN * r
+    return (max(spread, BYTES_OF_A_CHOICE * n) if r < n else 0) + A_FEW
+
+
+def _signed(bits: int) -> int:
+    return bits - (bits >> 63 << 64)
+
+
+def _words(key: Tensor, first: int, count: int) -> tuple[Tensor, ...]:
+    """The four words of each of the runs of Philox that give ``count`` words, from counter ``first`` on."""
+    return philox(key, torch.arange(first, first - -count // WORDS, device=key.device))
+
+
+def _normals(key: Tensor, first: int, count: int) -> Tensor:
+    """``count`` numbers of N(0, 1), float32, by Box and Muller: two of each two words."""
+    words = _words(key, first, count)
+    made = torch.empty((words[0].numel(), WORDS), dtype=torch.float32, device=key.device)
+    for at in (0, 2):
+        radius = _radius(words[at])
+        cosine, sine = _on_the_circle(words[at + 1])
+        torch.mul(radius, cosine, out=made[:, at])
+        torch.mul(radius, sine, out=made[:, at + 1])
+    return made.view(-1)[:count]
+
+
+def _radius(word: Tensor) -> Tensor:
+    """The square root of -2 log(u), where u in (0, 1] is made of the upper 24 bits of ``word``."""
+    u = (word >> 8).to(torch.float32).add_(0.5).mul_(2.0**-24)
+    mantissa, exponent = torch.frexp(u)
+    s = (mantissa - 1).div_(mantissa.add_(1))  # log((1 + s) / (1 - s)) = 2 (s + s^3 / 3 + ...), and s in (-1/3, 0]
+    logarithm = _series(s * s, [1 / k for k in range(1, 15, 2)]).mul_(s).mul_(2)
+    logarithm.add_(exponent.to(torch.float32).mul_(math.log(2)))
+    return logarithm.mul_(-2).sqrt_()
+
+
+def _on_the_circle(word: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of an angle: a quadrant by the upper 2 bits of ``word``, and a place in it by the next 24."""
+    quadrant = word >> 30
+    angle = ((word >> 6) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24).sub_(0.5).mul_(math.pi / 2)
+    square = angle * angle
+    cosine = _series(square, [(-1) ** k / math.factorial(2 * k) for k in range(6)])
+    sine = _series(square, [(-1) ** k / math.factorial(2 * k + 1) for k in range(6)]).mul_(angle)
+    turned = (quadrant & 1).to(torch.bool)
+    x, y = torch.where(turned, sine, cosine), torch.where(turned, cosine, sine)
+    return x.mul_(1 - ((quadrant + 1) & 2)), y.mul_(1 - (quadrant & 2))
+
+
+def _series(x: Tensor, factors: list[float]) -> Tensor:
+    """The sum of ``factors[k] * x**k``, which has more than one; from the last on, each product and sum rounded."""
+    total = x * factors[-1]
+    for factor in reversed(factors[1:-1]):
+        total.add_(factor).mul_(x)
+    return total.add_(factors[0])
+
+
+def _write_columns(key: Tensor, first: int, out: Tensor) -> None:
+    """Write some columns of a signed block Hadamard matrix to ``out``, each element times the square root of n / r."""
+    n, r = out.shape
+    words = torch.stack(_words(key, first, n), -1).view(-1)[:n]
+    chosen = torch.argsort(words >> 1, stable=True)[:r]
+    block, place, size = _blocks(n, out.device)
+    scale = (1 - 2 * (words & 1)).to(torch.float32) / size.sqrt() * math.sqrt(n / r)
+    rows = max(1, PIECE // r)
+    for begin in range(0, n, rows):
+        of = slice(begin, begin + rows)
+        signs = _signs(place[of, None], place[chosen]).masked_fill_(block[of, None] != block[chosen], 0)
+        out[of] = signs.to(torch.float32).mul_(scale[of, None])
+        del signs
+
+
+def _signs(rows: Tensor, columns: Tensor) -> Tensor:
+    """Elements of a Hadamard matrix: -1 where the numbers of row and column have an odd number of bits in common."""
+    bits = rows & columns
+    for shift in (16, 8, 4, 2, 1):
+        bits ^= bits >> shift
+    return bits.bitwise_and_(1).mul_(-2).add_(1)
+
+
+def _blocks(n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Number, place in it, and size in float32, of the block on the diagonal for each of ``n`` rows."""
+    sizes = torch.tensor([*_powers(n)], device=device)
+    block = torch.repeat_interleave(sizes, output_size=n)
+    begins = sizes.cumsum(0) - sizes
+    return block, torch.arange(n, device=device) - begins[block], sizes[block].to(torch.float32)
+
+
+def _powers(n: int) -> Iterator[int]:
+    """The powers of two that ``n`` is the sum of, the largest first."""
+    while n:
+        yield 1 << n.bit_length() - 1
+        n -= 1 << n.bit_length() - 1
+
+
+@torch.library.impl(LIBRARY, "projection", "CompositeExplicitAutograd")
+def _projection(
+    counter: float, seed: int, stream: int, n: int, r: int, basis: str, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    out = torch.empty((n, r), dtype=dtype, device=device)
+    write_projection(counter, seed, stream, n, r, basis, out=out)
+    return out
+
+
+def _fake(
+    counter: float, seed: int, stream: int, n: int, r: int, basis: str, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty((n, r), dtype=dtype, device=device)
+
+
+torch.library.register_fake("roamc::projection", _fake, lib=LIBRARY)
+
+projection: OpOverload = torch.ops.roamc.projection.default
+"""``roamc::projection(counter, seed, stream, n, r, basis, *, dtype, device)``, see :func:`write_projection`."""
+
+KERNELS: dict[OpOverload, Callable[..., None]] = {projection: write_projection}
+"""Operator of this module to the function that writes its result to ``out``."""

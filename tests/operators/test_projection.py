@@ -1,0 +1,125 @@
+"""Random projections: nothing but their numbers counts, they keep what they project in the mean, some exactly."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from roamc.cost import workspace_bytes
+from roamc.operators import ops
+from roamc.operators.counter import philox
+from roamc.operators.kernels import KERNELS
+from roamc.operators.projection import BASES, PIECE, projection
+from tests.cost.test_cost import node_of
+
+CPU = torch.device("cpu")
+
+
+def made(counter: float, n: int, r: int, basis: str, *, seed: int = 0, stream: int = 0) -> Tensor:
+    result: Tensor = projection(counter, seed, stream, n, r, basis, dtype=torch.float32, device=CPU)
+    return result
+
+
+def gram(p: Tensor) -> Tensor:
+    return p.double().t() @ p.double()
+
+
+def test_elements_are_those_of_box_and_muller() -> None:
+    """In double precision, from the words of Philox, key and counter as they are said to be."""
+    key, counter = torch.tensor(5 | 3 << 32), (2 << 32) + torch.arange(16 * 8 // 4)
+    words = torch.stack(philox(key, counter), -1).view(-1, 2).double()
+    radius = torch.sqrt(-2 * torch.log(((words[:, 0] / 256).floor() + 0.5) / 2**24))
+    angle = math.pi / 2 * ((words[:, 1] / 2**30).floor() + (words[:, 1] % 2**30 / 64).floor() / 2**24 - 0.5)
+    expected = torch.stack((radius * angle.cos(), radius * angle.sin()), -1).view(16, 8) / math.sqrt(8)
+    assert torch.allclose(made(2.0, 16, 8, "gaussian", seed=5, stream=3).double(), expected, atol=1e-5)
+
+
+def test_gaussian_elements_are_normal() -> None:
+    elements = made(1.0, 1000, 300, "gaussian").double().view(-1) * math.sqrt(300)
+    share = 0.5 * (1 + torch.erf(elements.sort().values / math.sqrt(2)))
+    distance = float((share - torch.linspace(0, 1, elements.numel())).abs().max())
+    assert distance < 1.63 / math.sqrt(elements.numel()), "Kolmogorov and Smirnov, at 1 %"
+    assert abs(float((elements[1:] * elements[:-1]).mean())) < 4 / math.sqrt(elements.numel())
+
+
+@pytest.mark.parametrize(("n", "r"), [(64, 16), (100, 37), (37, 5), (129, 128), (1, 1), (768, 96)])
+def test_columns_are_orthogonal_and_of_one_length(n: int, r: int) -> None:
+    p = made(3.0, n, r, "orthonormal", stream=2)
+    assert torch.allclose(gram(p), torch.eye(r, dtype=torch.float64) * (n / r), atol=1e-6 * n / r)
+
+
+@pytest.mark.parametrize("n", [1, 6, 64, 300])
+def test_all_columns_give_back_what_they_are_given(n: int) -> None:
+    x = torch.randn(5, n)
+    assert torch.equal(x @ made(4.0, n, n, "orthonormal"), x)
+
+
+@pytest.mark.parametrize("basis", BASES)
+@pytest.mark.parametrize(("n", "r"), [(32, 8), (24, 8)])
+def test_projections_are_the_identity_in_the_mean(n: int, r: int, basis: str) -> None:
+    """The error of one, and of the mean of 2,000, are those that the formulas say."""
+    squares = [(p @ p.t()).double() for p in (made(float(k), n, r, basis) for k in range(2000))]
+    identity = torch.eye(n, dtype=torch.float64)
+    one = math.sqrt((n + 1) / r) if basis == "gaussian" else math.sqrt(n / r - 1)
+    g = torch.randn(1, n, dtype=torch.float64)
+    errors = torch.stack([(g @ square - g).norm() / g.norm() for square in squares])
+    assert float(errors.square().mean().sqrt()) == pytest.approx(one, rel=0.1)
+    mean = torch.stack(squares).mean(0)
+    assert float((mean - identity).norm() / identity.norm()) < 1.2 * math.sqrt((n + 1) / (2000 * r))
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_nothing_but_its_numbers_counts(basis: str) -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = made(1.0, 24, 10, basis, seed=1, stream=1)
+    torch.manual_seed(1)
+    assert torch.equal(first, made(1.9, 24, 10, basis, seed=1, stream=1)), "a counter stands for its integer"
+    torch.manual_seed(0)
+    assert torch.equal(torch.get_rng_state(), state)
+    others = (made(2.0, 24, 10, basis, seed=1, stream=1), made(1.0, 24, 10, basis, seed=2, stream=1))
+    others += (made(1.0, 24, 10, basis, seed=1, stream=2),)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations((first, *others), 2))
+    wide: Tensor = projection(1.0, 1, 1, 24, 10, basis, dtype=torch.float64, device=CPU)
+    assert torch.equal(wide.float(), first), "made in float32, whatever its dtype"
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_threads_do_not_count(basis: str) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = made(1.0, 701, 300, basis)
+        torch.set_num_threads(3)
+        assert torch.equal(made(1.0, 701, 300, basis), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_strides_do_not_count(basis: str) -> None:
+    out = torch.empty(10, 24).t()
+    KERNELS[projection].function(1.0, 0, 0, 24, 10, basis, out=out)
+    assert torch.equal(out, made(1.0, 24, 10, basis))
+
+
+def test_it_may_run_again() -> None:
+    rule = ops.rule(projection)
+    assert (rule.recomputable, rule.random, rule.may_draw, rule.mutates) == (True, False, False, ())
+
+
+@pytest.mark.parametrize("basis", BASES)
+@pytest.mark.parametrize(("n", "r"), [(7, 2), (1024, 256), (5000, 3), (2 * PIECE, 1), (300, 300)])
+def test_workspace_is_what_torch_allocates(n: int, r: int, basis: str) -> None:
+    out = torch.empty(n, r)
+    node = node_of(lambda: projection(1.0, 0, 1, n, r, basis, dtype=torch.float32, device=CPU))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        KERNELS[projection].function(1.0, 0, 1, n, r, basis, out=out)
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    steps = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    most = max(itertools.accumulate(nbytes for _, nbytes in steps))
+    assert most <= workspace_bytes(node, 1) <= most + 24
