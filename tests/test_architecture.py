@@ -56,7 +56,8 @@ MAY_IMPORT = {
     "roamc.graph": GROUND,
     "roamc.operators": GROUND,
     "roamc.cost": (*GROUND, "roamc.cost"),
-    "roamc.capture": (*GROUND, "roamc.notices", "roamc.capture"),
+    "roamc.optim": GROUND,
+    "roamc.capture": (*GROUND, "roamc.notices", "roamc.optim", "roamc.capture"),
     "roamc.rewriting": (*GROUND, "roamc.options", "roamc.solvers", "roamc.rewriting"),
     "roamc.passes": BELOW_PASSES,  # and what lies in the folder of the same pass
     "roamc.planning": (*PLANNING, "roamc.runtime.blocks"),  # what programs hold idle is free for another plan

@@ -103,13 +103,13 @@ def _words(key: Tensor, first: int, count: int) -> tuple[Tensor, ...]:
 def _normals(key: Tensor, first: int, count: int) -> Tensor:
     """``count`` numbers of N(0, 1), float32, by Box and Muller: two of each two words."""
     words = _words(key, first, count)
-    made = torch.empty((words[0].numel(), WORDS), dtype=torch.float32, device=key.device)
+    normals = torch.empty((words[0].numel(), WORDS), dtype=torch.float32, device=key.device)
     for at in (0, 2):
         radius = _radius(words[at])
         cosine, sine = _on_the_circle(words[at + 1])
-        torch.mul(radius, cosine, out=made[:, at])
-        torch.mul(radius, sine, out=made[:, at + 1])
-    return made.view(-1)[:count]
+        torch.mul(radius, cosine, out=normals[:, at])
+        torch.mul(radius, sine, out=normals[:, at + 1])
+    return normals.view(-1)[:count]
 
 
 def _radius(word: Tensor) -> Tensor:
