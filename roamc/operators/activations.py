@@ -31,8 +31,11 @@ from roamc.compat import OpOverload
 from roamc.operators.random import LIBRARY
 from roamc.units import Bytes
 
-PIECES = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Type of a device to the elements that :func:`write_activation_input` finds at a time; on a CPU a cache holds them."""
+PIECES = {"cpu": (1 << 13, 1 << 16), "cuda": (1 << 20, 1 << 24)}
+"""Type of a device to the fewest and most elements that are worked through at a time; on a CPU a cache holds them."""
+
+PARTS = 8
+"""Of a tensor of a size between, this part is worked through at a time: what that takes is a part of the tensor too."""
 
 TAKEN: dict[torch.dtype, Bytes] = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 16}
 """Dtype to the bytes taken for each of these elements: for the number of its entry, or for r, a cell and its line."""
@@ -125,7 +128,8 @@ def write_activation_input(result: Tensor, right: Tensor, function: str, *, out:
 
 def piece_elements(result: Tensor) -> int:
     """Return how many elements of ``result`` are worked through at a time."""
-    return min(PIECES[result.device.type], result.numel())
+    fewest, most = PIECES[result.device.type]
+    return min(max(fewest, -(-result.numel() // PARTS)), most, result.numel())
 
 
 def _look_up(y: Tensor, side: Tensor, function: str, *, out: Tensor) -> None:

@@ -138,7 +138,7 @@ def test_any_geometry_has_the_bits_of_a_row(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 def test_inputs_may_be_written_over_outputs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(activations.PIECES, "cpu", 100)
+    monkeypatch.setitem(activations.PIECES, "cpu", (10, 100))
     x = torch.randn(1001).to(dtype)
     y, right = functional.gelu(x), x >= ACTIVATIONS["gelu"].least
     expected = activation_input(y.clone(), right, "gelu")
@@ -163,8 +163,10 @@ def test_workspace_is_a_piece_and_what_lies_in_another_order() -> None:
         call: Any = node_of_call(activation_input, ((y, right, "gelu"), {}))
         return workspace_bytes(call, 1)
 
-    y, right = torch.zeros(300, 1000), torch.zeros(300, 1000, dtype=torch.bool)
-    assert counted(y, right) == 16 * activations.PIECES["cpu"]
-    assert counted(y.bfloat16(), right) == 8 * activations.PIECES["cpu"]
+    y, right = torch.zeros(1000, 1000), torch.zeros(1000, 1000, dtype=torch.bool)
+    assert counted(y, right) == TAKEN[torch.float32] << 16
+    assert counted(y.bfloat16(), right) == TAKEN[torch.bfloat16] << 16
+    assert counted(y[:80], right[:80]) == TAKEN[torch.float32] * 10_000
+    assert counted(y[:20], right[:20]) == TAKEN[torch.float32] << 13
     assert counted(y[:2], right[:2]) == TAKEN[torch.float32] * 2000
     assert counted(y[:2], right.t().contiguous().t()[:2]) == 16 * 2000 + 2000
