@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roamc.compat_dtensor import is_dtensor
 from roamc.errors import OptionError, nearest
-from roamc.operators.projection import BASES, projection
+from roamc.operators.projection import BASES, columns_of, projection
 
 __all__ = ["CompAct"]
 
@@ -199,11 +199,6 @@ def fresh(parameter: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor
     if tuple(shape) == tuple(parameter.shape):
         return torch.full_like(parameter, value, memory_format=torch.preserve_format)
     return torch.full(tuple(shape), value, dtype=parameter.dtype, device=parameter.device)
-
-
-def columns_of(rank: float, n: int) -> int:
-    """Return the columns of projections of rows of ``n`` elements, for the setting ``rank`` of :class:`CompAct`."""
-    return max(1, round(n * rank)) if rank <= 1 else int(rank)
 
 
 def shape_of(group: Group, shape: Sequence[int]) -> tuple[int, ...]:

@@ -50,7 +50,9 @@ class Options:
             That lowers memory while other code runs, such as the optimizer, and costs time at every step.
         strict: raise instead of warning and falling back.
         max_plans: number of input shapes of one train step or module that keep a plan at the same time.
-        codecs: names of lossy codecs that a plan may use, such as ("name",). Without them every value is exact.
+        codecs: names of lossy codecs that a plan may use, such as "tempo" or ("tempo", "compact"); a codec's settings
+            stand in a dict, {"compact": {"rank": 1/4}}, or behind its name, "compact:rank=0.25". Without names every
+            value is exact.
         tune: autotune the launch shapes of kernels when a program is first built on a GPU, for some seconds, once per
             machine. Does not change any value.
         numerics: "exact": every value has the bits of torch's own operators. "fast" allows different last bits:
@@ -113,6 +115,8 @@ def parse_options(settings: Mapping[str, Any] | None) -> Options:
             raise OptionError(_unknown(name, names))
     if "memory_budget" in settings:
         settings["memory_budget"] = parse_budget(settings["memory_budget"])
+    if isinstance(settings.get("codecs"), Mapping):
+        settings["codecs"] = _with_settings(settings["codecs"])
     for name, kind in (("disable", "pass"), ("codecs", "codec")):
         if name in settings:
             settings[name] = _names(name, kind, settings[name])
@@ -142,6 +146,16 @@ def _names(option: str, kind: str, value: object) -> tuple[str, ...]:
     if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
         return tuple(value)
     raise OptionError(f"{option} takes {kind} names, not {value!r}")
+
+
+def _with_settings(codecs: Mapping[Any, Any]) -> tuple[str, ...]:
+    """The names of codecs, each with its settings behind it: {"name": {"a": 1, "b": 2}} is ("name:a=1:b=2",)."""
+    texts = []
+    for name, settings in codecs.items():
+        if not isinstance(settings, Mapping | None):
+            raise OptionError(f"codecs: the settings of {name!r} are a dict such as {{'rank': 0.25}}, not {settings!r}")
+        texts.append(":".join((str(name), *(f"{key}={value}" for key, value in (settings or {}).items()))))
+    return tuple(texts)
 
 
 def _check_ranges(options: Options) -> None:

@@ -21,7 +21,7 @@ from roamc.operators.aligned import BY_COPIES
 from roamc.operators.counter import counter_mask, draw_seeds, own_seeds
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.padded import WITH_PADDED_ROWS, rows_padded
-from roamc.operators.projection import BASES, projection
+from roamc.operators.projection import BASES, count, counted, projection
 from roamc.operators.random import dropout_mask
 from roamc.operators.scores import label_scores, nll_of_scores
 from roamc.operators.shards import own_classes, own_indices, own_part
@@ -379,6 +379,17 @@ def projections(dtype: torch.dtype) -> list[Call]:
     shapes = ((1, 1), (5, 3), (12, 12), (300, 299), (700, 131))  # the last two are more than a piece
     counters = ((0.0, 0, 0), (7.9, 2**32 - 1, 3))
     return [call(*counter, n, r, basis, **on) for counter in counters for n, r in shapes for basis in BASES]
+
+
+@cases((torch.int64,), count)
+def counts(dtype: torch.dtype) -> list[Call]:
+    return [call("program")]
+
+
+@cases(FLOATS, counted)
+def counted_projections(dtype: torch.dtype) -> list[Call]:
+    on = {"dtype": dtype, "device": torch.device("cpu")}
+    return [call(torch.tensor(7), 1, 2, n, r, basis, **on) for n, r in ((5, 3), (300, 299)) for basis in BASES]
 
 
 def some_labels() -> list[torch.Tensor]:

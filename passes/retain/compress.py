@@ -285,9 +285,10 @@ class _Writer(Versions):
         codec, coding = chosen
         node, late = value.saved.node, value.saved.late
         last = max((node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
-        encode = recorded(coding, "encode", geometry_of(node))
-        code = self._insert(encode, [node], node, last.next, last, self._mark(value, "encode"))
         beside = coding.beside(node)
+        encoded = [node, *beside[len(beside) - coding.shared :]]
+        encode = recorded(coding, "encode", *map(geometry_of, encoded))
+        code = self._insert(encode, encoded, node, last.next, last, self._mark(value, "encode"))
         sources = [*([] if code is None else [code]), *beside]
         decode = recorded(coding, "decode", *map(geometry_of, sources))
         self.decodings.setdefault(late[0].reader, []).append((value, decode, sources))
@@ -395,7 +396,7 @@ def recorded(coding: Coding, way: str, *tensors: Geometry) -> fx.Graph:
     Args:
         coding: the coding.
         way: "encode" or "decode".
-        tensors: geometry of the tensor that is encoded; or of the code, if there is one, and of what is beside it.
+        tensors: geometry of the tensor that is encoded, or of the code, if there is one; and of what is read beside it.
     """
     mode = FakeTensorMode()
     with mode:

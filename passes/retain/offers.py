@@ -182,7 +182,8 @@ class _Offers:
         key = coding, *geometries
         if key not in self.rows:
             mini = _Small(*geometries)
-            code = mini.add(recorded(coding, "encode", geometries[0]), mini.sources[:1])
+            early = [mini.sources[0], *mini.sources[len(geometries) - coding.shared :]]
+            code = mini.add(recorded(coding, "encode", *map(geometry_of, early)), early)
             encoding = operators(mini.graph)[len(geometries) :]
             sources = [*([] if code is None else [code]), *mini.sources[1:]]
             result = mini.add(recorded(coding, "decode", *map(geometry_of, sources)), sources)

@@ -364,7 +364,8 @@ class Walk:
             decoded = self._coded(encoding, value, beside)
             if decoded is None or decoded == value:  # what operators of the graph make of what is beside needs no codec
                 continue
-            strange = strangers(self.numbers, value, beside)
+            own = len(beside) - len(placeholders(encoding.encode)) + 1  # the rest is what encode reads too
+            strange = strangers(self.numbers, value, beside[:own])
             self.strange += [(encoding, encoding.beside[at]) for at in strange]
             if not strange:
                 self._decoded[decoded] = encoding.keeps, value
@@ -373,9 +374,12 @@ class Walk:
     def _coded(self, encoding: Encoding, value: Number, beside: Sequence[Number]) -> Number | None:
         """The number of the decoded value, where ``value`` was encoded and decoded by ``encoding``.
 
-        None if the encoding does not say all that its ``decode`` reads.
+        None if the encoding does not say all that its ``encode`` or ``decode`` reads.
         """
-        _, code = self.run(encoding.encode, [value])
+        shared = len(placeholders(encoding.encode)) - 1
+        if shared > len(beside):
+            return None
+        _, code = self.run(encoding.encode, [value, *beside[len(beside) - shared :]])
         contents = [*code, *beside]
         if len(placeholders(encoding.decode)) != len(contents):
             return None

@@ -1,5 +1,6 @@
 """Random projections that follow from numbers alone: nothing is drawn, every rank and every run makes the same bits.
 
+    n = roamc.count(program)                              # int64[]: how often this program has counted before
     p = roamc.projection(counter, seed, stream, n, r, "gaussian", dtype=dtype, device=device)   # [n, r], E[p p^T] = 1
     z = x @ p                                                                                   # [tokens, r]
 
@@ -16,7 +17,9 @@ float32, which every device rounds in one way; logarithm, sine and cosine are se
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,8 +31,13 @@ from roamc.operators.counter import WORDS, philox
 from roamc.operators.random import LIBRARY
 from roamc.units import Bytes
 
+Counter = float | Tensor
+
 BASES = ("gaussian", "orthonormal")
 """The distributions of projections, by name."""
+
+COMPACT = "compact"
+"""The codec that projects, see :mod:`roamc.passes.retain.codecs.compact`; pass ``count`` counts for it."""
 
 PIECE = 1 << 16
 """Elements that are made at a time; a multiple of :data:`roamc.operators.counter.WORDS`."""
@@ -46,19 +54,35 @@ BYTES_OF_A_CHOICE: Bytes = 52
 A_FEW: Bytes = 24
 """What either takes beside that, at most."""
 
-LIBRARY.define(
-    "projection(Scalar counter, int seed, int stream, int n, int r, str basis, *, ScalarType dtype, Device device) "
-    "-> Tensor"
-)
+for _overload, _counter in (("", "Scalar"), (".counted", "Tensor")):
+    LIBRARY.define(
+        f"projection{_overload}({_counter} counter, int seed, int stream, int n, int r, str basis, *, "
+        "ScalarType dtype, Device device) -> Tensor"
+    )
+LIBRARY.define("count(str program) -> Tensor")
+
+COUNTS: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""By program, the numbers that :func:`write_count` has still to give."""
+
+
+def write_count(program: str, *, out: Tensor) -> None:
+    """Write how often ``program`` has counted before, in this process, to ``out``: int64[] on the CPU."""
+    out.fill_(next(COUNTS[program]))
+
+
+@torch.library.impl(LIBRARY, "count", "CompositeExplicitAutograd")
+def _count(program: str) -> Tensor:
+    return torch.tensor(next(COUNTS[program]))
 
 
 def write_projection(
-    counter: float, seed: int, stream: int, n: int, r: int, basis: str, *, out: Tensor, **geometry: Any
+    counter: Counter, seed: int, stream: int, n: int, r: int, basis: str, *, out: Tensor, **geometry: Any
 ) -> None:
     """Write a projection of rows of ``n`` elements to ``r`` to ``out``.
 
     Args:
-        counter: number of the projection in its stream, from 0; a float stands for the integer below it.
+        counter: number of the projection in its stream, from 0; a float stands for the integer below it, a tensor on
+            the CPU, such as ``roamc.count`` returns, for its one element.
         seed: of all streams, in ``[0, 2**32)``.
         stream: which of the sequences of projections that have this seed, in ``[0, 2**32)``.
         n: rows of ``out``.
@@ -80,6 +104,16 @@ def write_projection(
         out.zero_().diagonal().fill_(1)
     else:
         _write_columns(key, first, out)
+
+
+def columns_of(rank: float, n: int) -> int:
+    """Return the columns of projections of rows of ``n`` elements.
+
+    Args:
+        rank: a share of ``n`` up to 1, or a number of columns above 1.
+        n: elements of a row.
+    """
+    return max(1, round(n * rank)) if rank <= 1 else int(rank)
 
 
 def piece_bytes(n: int, r: int, basis: str) -> Bytes:
@@ -181,8 +215,17 @@ def _powers(n: int) -> Iterator[int]:
 
 
 @torch.library.impl(LIBRARY, "projection", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "projection.counted", "CompositeExplicitAutograd")
 def _projection(
-    counter: float, seed: int, stream: int, n: int, r: int, basis: str, *, dtype: torch.dtype, device: torch.device
+    counter: Counter,
+    seed: int,
+    stream: int,
+    n: int,
+    r: int,
+    basis: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     out = torch.empty((n, r), dtype=dtype, device=device)
     write_projection(counter, seed, stream, n, r, basis, out=out)
@@ -190,15 +233,35 @@ def _projection(
 
 
 def _fake(
-    counter: float, seed: int, stream: int, n: int, r: int, basis: str, *, dtype: torch.dtype, device: torch.device
+    counter: Counter,
+    seed: int,
+    stream: int,
+    n: int,
+    r: int,
+    basis: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     return torch.empty((n, r), dtype=dtype, device=device)
 
 
-torch.library.register_fake("roamc::projection", _fake, lib=LIBRARY)
+for _name in ("roamc::projection", "roamc::projection.counted"):
+    torch.library.register_fake(_name, _fake, lib=LIBRARY)
+torch.library.register_fake("roamc::count", lambda program: torch.empty((), dtype=torch.int64), lib=LIBRARY)
 
 projection: OpOverload = torch.ops.roamc.projection.default
 """``roamc::projection(counter, seed, stream, n, r, basis, *, dtype, device)``, see :func:`write_projection`."""
 
-KERNELS: dict[OpOverload, Callable[..., None]] = {projection: write_projection}
+counted: OpOverload = torch.ops.roamc.projection.counted
+"""The same with a counter that is a tensor, made by :data:`count`."""
+
+count: OpOverload = torch.ops.roamc.count.default
+"""``roamc::count(program)``: how often ``program`` has counted before. No generator moves."""
+
+KERNELS: dict[OpOverload, Callable[..., None]] = {
+    projection: write_projection,
+    counted: write_projection,
+    count: write_count,
+}
 """Operator of this module to the function that writes its result to ``out``."""

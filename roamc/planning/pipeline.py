@@ -23,6 +23,7 @@ from roamc.options import Options
 from roamc.passes import (
     async_tp,
     checkpoint,
+    count,
     fuse,
     layout,
     masks,
@@ -120,6 +121,7 @@ PIPELINE = checked(
     Pass.of(async_tp, per_budget=False, requires={"normal form"}),
     Pass.of(padding, per_budget=False, requires={"normal form"}),
     Pass.of(products, per_budget=False, requires={"normal form"}),
+    Pass.of(count, per_budget=False, requires={"normal form"}),
     Pass.of(fuse, per_budget=False, requires={"normal form", "user's recomputation"}),
     Pass.of(retain, requires={"normal form", "user's recomputation"}, provides={"saved values"}, invalidates={ORDER}),
     Pass.of(reorder, requires={"saved values"}, provides={ORDER}, invalidates={"in-place reuse"}),

@@ -25,7 +25,7 @@ from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import build_memory
 from roamc.options import Options, parse_options
 from roamc.passes import layout, reorder, retain
-from roamc.passes.retain.codecs import check_lossy
+from roamc.passes.retain.codecs import lossy_names
 from roamc.planning import budget_search, other_orders, pipeline
 from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.effort import EFFORT, Effort
@@ -78,7 +78,7 @@ def run(
     if plan is None:
         return PlanSearch(graph, options, deep=deep).run(quick=quick)
     begun = time.perf_counter()
-    _check_names(options)
+    options = _checked(options)
     mark = fingerprint(graph)
     check_origin(plan, graph, mark)
     applied_plan = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
@@ -145,7 +145,7 @@ class PlanSearch:
             VerifyError: a pass left an invalid graph.
         """
         self._begun = time.perf_counter()
-        _check_names(options)
+        options = _checked(options)
         maker, self._start = prepared(graph, options, None, fingerprint(graph), deep=deep)
         self._maker = dataclasses.replace(maker, effort=effort)
         self.options, self.terms = self._maker.options, self._maker.terms
@@ -518,16 +518,15 @@ def options_of(settings: Mapping[str, Any] | None) -> Options:
         OptionError: says which name or value, and what may stand there.
         ProfileError: there is no such profile, or the file is none.
     """
-    options = parse_options(settings)
-    _check_names(options)
-    return options
+    return _checked(parse_options(settings))
 
 
-def _check_names(options: Options) -> None:
+def _checked(options: Options) -> Options:
+    """The options with all settings of their codecs, once names of passes and codecs are checked."""
     optional = [step.name for step in pipeline.PIPELINE if step.name not in REQUIRED]
     for name in options.disable:
         if name not in optional:
             left = ", ".join(optional)
             near = nearest(name, optional)
             raise OptionError(f"disable: cannot leave out pass {name!r}{near} Passes that can be left out: {left}")
-    check_lossy(options.codecs)
+    return dataclasses.replace(options, codecs=lossy_names(options.codecs))

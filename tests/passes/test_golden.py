@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from roamc.graph import TrainGraph, copied, operators
 from roamc.graph.printed import printed
 from roamc.graph.verify import check_graph
 from roamc.options import Options, parse_options
+from roamc.passes import count
 from roamc.passes.fuse import Effort, inline
 from roamc.planning import search
 from roamc.planning.pipeline import PIPELINE
@@ -68,6 +70,11 @@ def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def any_collective_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the products that can run with it, whatever the links."""
     monkeypatch.setattr("roamc.passes.async_tp._faster", lambda graph, decision, sums, options: decision)
+
+
+@pytest.fixture(autouse=True)
+def programs_are_numbered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(count, "_PROGRAMS", itertools.count())
 
 
 def of_normalize() -> Example:
@@ -201,6 +208,15 @@ def of_products() -> Example:
     return traced(step, X), parse_options({"numerics": "fast", "profile": "cpu"})
 
 
+def of_count() -> Example:
+    """A product whose input may be projected."""
+
+    def step(x: Tensor) -> Tensor:
+        return x.mT @ (x @ x)
+
+    return traced(step, torch.zeros(8, 8), phases="FFB"), parse_options({"codecs": "compact", "profile": "cpu"})
+
+
 def of_retain() -> Example:
     """Of two values that backward reads, one can be made again from the other."""
 
@@ -267,6 +283,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "async_tp": of_async_tp,
     "padding": of_padding,
     "products": of_products,
+    "count": of_count,
     "fuse": of_fuse,
     "retain": of_retain,
     "reorder": of_reorder,

@@ -11,50 +11,71 @@ from collections.abc import Collection, Iterable
 from roamc.errors import OptionError, PlanError, nearest
 from roamc.operators.ops import Need
 from roamc.operators.table import Kind
-from roamc.passes.retain.codecs import bits, integers, signs, tempo
+from roamc.passes.retain.codecs import bits, compact, integers, signs, tempo
 from roamc.passes.retain.codecs.codec import Codec, Coding, Saved
 
-__all__ = ["CODECS", "Codec", "Coding", "Kind", "Saved", "check_lossy", "codec_of", "usable"]
+__all__ = ["CODECS", "Codec", "Coding", "Kind", "Saved", "codec_of", "lossy_names", "usable"]
 
 CODECS: tuple[Codec, ...] = (
     Codec("bits", 0.0, bits.fit),
     Codec("signs", 0.0, signs.fit, Need.SIGN),
     Codec("integers", 0.0, integers.fit),
     Codec("tempo", tempo.ERROR, tempo.fit, serves=frozenset({Kind.SLOPE})),
+    compact.CODEC,
 )
 """All codecs. An exact codec (``error`` 0) changes nothing that its readers look at; one with an error is used only
 where ``options.codecs`` names it."""
 
 
 def usable(lossy: Collection[str] = ()) -> tuple[Codec, ...]:
-    """Return the codecs that a plan may use: all exact ones, and those with an error whose names are in ``lossy``."""
-    return tuple(codec for codec in CODECS if not codec.error or codec.name in lossy)
+    """Return the codecs that a plan may use: all exact ones, and those with an error that ``lossy`` names."""
+    return *(codec for codec in CODECS if not codec.error), *map(codec_of, lossy)
 
 
-def check_lossy(names: Iterable[str]) -> None:
-    """Check that each of ``names`` is the name of a codec with an error.
+def lossy_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of codecs with an error, with all their settings, in the form that plans have.
+
+    Args:
+        names: names of such codecs, with or without settings: "compact", "compact:rank=1/8".
 
     Raises:
-        OptionError: there is no codec of a name, or the codec is exact.
+        OptionError: there is no codec of a name, the codec is exact, or it has no such settings.
     """
     lossy = [codec.name for codec in CODECS if codec.error]
+    exact = ", ".join(codec.name for codec in CODECS if not codec.error)
+    found = []
     for name in names:
-        if name not in lossy:
-            available = f"there are {', '.join(lossy)}" if lossy else "this roamc has none, all its codecs are exact"
-            exact = ", ".join(codec.name for codec in CODECS if not codec.error)
+        head = name.partition(":")[0]
+        if head not in lossy:
             raise OptionError(
-                f"codecs: {name!r} is not a codec with an error; {available}{nearest(name, lossy)} Exact ones, which "
-                f"need no name: {exact}"
+                f"codecs: {head!r} is not a codec with an error; there are {', '.join(lossy)}{nearest(head, lossy)} "
+                f"Exact ones, which need no name: {exact}"
             )
+        found.append(_set(name).name)
+    return tuple(dict.fromkeys(found))
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec called ``name``.
+    """Return the codec called ``name``, which may have settings behind it.
 
     Raises:
-        PlanError: there is no codec of that name.
+        PlanError: there is no codec of that name, or it has no such settings.
     """
-    for codec in CODECS:
-        if codec.name == name:
-            return codec
-    raise PlanError(f"there is no codec {name!r}; there are {', '.join(codec.name for codec in CODECS)}")
+    if all(codec.name != name.partition(":")[0] for codec in CODECS):
+        raise PlanError(f"there is no codec {name!r}; there are {', '.join(codec.name for codec in CODECS)}")
+    try:
+        return _set(name)
+    except OptionError as error:
+        raise PlanError(str(error)) from None
+
+
+def _set(name: str) -> Codec:
+    """The codec of a name that there is, with its settings."""
+    head, *parts = name.split(":")
+    codec = next(codec for codec in CODECS if codec.name == head)
+    settings = dict(part.partition("=")[::2] for part in parts)
+    if codec.set_to is not None:
+        return codec.set_to(settings)
+    if settings:
+        raise OptionError(f"codecs: {head!r} has no settings, and {name!r} gives it {', '.join(settings)}")
+    return codec

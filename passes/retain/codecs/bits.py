@@ -51,7 +51,7 @@ class Bits(Coding):
         """Bytes of the code: one bit for each element, rounded up to whole bytes."""
         return -(-math.prod(self.shape) // PARTS)
 
-    def encode(self, value: Tensor) -> Tensor:
+    def encode(self, value: Tensor, /, *_: Tensor) -> Tensor:
         """Return the code, uint8[ceil(n / 8)], of a bool tensor whose n elements lie side by side in memory."""
         row = aten.view.dtype(flat(value), torch.uint8)
         missing = self.nbytes * PARTS - row.numel()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -62,7 +63,12 @@ class Coding(ABC):
     whatever the tensors hold. ``decode`` returns a tensor with the shape, strides and dtype of the value, from which
     every reader behind forward computes the same result, or one that differs by no more than follows from the codec's
     error. A coding is a frozen dataclass, the key of a cache: equal codings encode and decode alike.
+
+    Attributes:
+        shared: how many of the last nodes that :meth:`beside` returns :meth:`encode` reads too.
     """
+
+    shared: ClassVar[int] = 0
 
     @property
     @abstractmethod
@@ -73,10 +79,10 @@ class Coding(ABC):
         """Return what :meth:`decode` reads besides the code: values of forward, or inputs of the graph, that are there.
 
         Each fills its storage, and nothing writes it between forward and the readers of the value, see
-        :func:`roamc.passes.retain.compress.unfit`. It was made by an operator that reads the value, or is
-        read by one that makes such another (a norm's weight): the judge of values takes nothing else, unless ``decode``
-        runs the very operators that make the value. Other readers' codecs do not change
-        what is read: it is the value itself, or another run of it. Most codings need nothing besides the code.
+        :func:`roamc.passes.retain.compress.unfit`. It was made by an operator that reads the value, or is read by one
+        that makes such another (a norm's weight), or :meth:`encode` reads it too: the judge of values takes nothing
+        else, unless ``decode`` runs the very operators that make the value. Other readers' codecs do not change what is
+        read: it is the value itself, or another run of it. Most codings need nothing besides the code.
 
         Args:
             node: the node of a value with this coding.
@@ -84,10 +90,14 @@ class Coding(ABC):
         return ()
 
     @abstractmethod
-    def encode(self, value: Tensor) -> Tensor | None:
+    def encode(self, value: Tensor, /, *shared: Tensor) -> Tensor | None:
         """Return the code of ``value``: a tensor whose storage has ``self.nbytes`` bytes.
 
         None if :meth:`decode` needs nothing but what is beside the value.
+
+        Args:
+            value: the value.
+            shared: the tensors of the last nodes that :meth:`beside` returns, as many as ``self.shared``.
         """
 
     @abstractmethod
@@ -115,6 +125,8 @@ class Codec:
         serves: of a codec with an error, the kinds of readers that it may decode for: a value with another reader
             behind forward is not offered to it, and the judge of values refuses the plan that does it all the same. All
             kinds are ``frozenset(Kind)``. Exact codecs serve every reader.
+        set_to: of a codec that has settings, a function of their texts by name that returns the codec with these, whose
+            name tells all of them: "compact:rank=0.25". It raises an OptionError.
     """
 
     name: str
@@ -122,6 +134,7 @@ class Codec:
     fit: Callable[[Saved], Coding | None]
     keeps: Need = Need.ELEMENTS
     serves: frozenset[Kind] = frozenset()
+    set_to: Callable[[Mapping[str, str]], Codec] | None = None
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Integers(Coding):
         """Bytes of the code."""
         return self.count * self.narrow.itemsize
 
-    def encode(self, value: Tensor) -> Tensor:
+    def encode(self, value: Tensor, /, *_: Tensor) -> Tensor:
         """Return the numbers of ``value`` in the dtype ``narrow``, with the shape and strides of ``value``."""
         code: Tensor = aten._to_copy.default(value, dtype=self.narrow)
         return code

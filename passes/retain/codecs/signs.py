@@ -39,7 +39,7 @@ class Signs(Coding):
         """Bytes of the code: one bit for each element, rounded up to whole bytes."""
         return self.mask.nbytes
 
-    def encode(self, value: Tensor) -> Tensor:
+    def encode(self, value: Tensor, /, *_: Tensor) -> Tensor:
         """Return the code, uint8[ceil(n / 8)], of a floating tensor without negative elements.
 
         The n elements of ``value`` lie side by side in memory.

@@ -68,7 +68,7 @@ class Tempo(Coding):
         outputs = (_output(read) for read in _reads(node) if _function(read, FORWARD) == self.function)
         return tuple(y for y in outputs if y is not None)[:1]
 
-    def encode(self, value: Tensor) -> Tensor:
+    def encode(self, value: Tensor, /, *_: Tensor) -> Tensor:
         """Return the code, uint8[ceil(n / 8)], of a tensor whose n elements lie side by side in memory."""
         return self.mask.encode(aten.ge.Scalar(value, ACTIVATIONS[self.function].least))
 

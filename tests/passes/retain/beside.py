@@ -55,7 +55,7 @@ class Signed(Coding):
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         return (softened(node),)
 
-    def encode(self, value: Tensor) -> Tensor:
+    def encode(self, value: Tensor, /, *_: Tensor) -> Tensor:
         return self.mask.encode(aten.ge.Scalar(value, 0))
 
     def decode(self, code: Tensor, /, *beside: Tensor) -> Tensor:
