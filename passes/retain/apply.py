@@ -37,7 +37,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     if decision.once:
         graph = gathered_once(graph, decision.once)
     if decision.codes:
-        graph = compress(graph, [Code(*code[:2]) for code in decision.codes])
+        graph = compress(graph, [Code(*code[:2], code[5]) for code in decision.codes])
     _check_allowed(graph, decision)
     if decision.reruns:
         graph = rerun(graph, [Rerun(*again[:4]) for again in decision.reruns])

@@ -11,25 +11,34 @@
 All readers behind forward read the decoded value, and views of it are made anew. ``encode`` and ``decode`` are
 operators like others, so the solver may drop their results and run them again. What a ``decode`` reads besides the code
 is the value itself, or another run of it, also where readers behind forward get it decoded from a code of its own.
+
+A rerun of an operator of forward reads the value itself, which would then have to wait beside its code. Where the codec
+is exact, the operator may run a second time on the decoded value instead, for the readers of its result behind forward:
+
+    y = native_dropout_backward(s, mask, scale)         mask_1 = decode(code)
+    ...                                                 y_1 = native_dropout_backward(s, mask_1, scale)
+    dv = bmm(y.T, g)                                    dv = bmm(y_1.T, g)
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from roamc.compat import FakeTensorMode, trace
+from roamc.cost.kind import is_light
 from roamc.errors import PlanError
 from roamc.graph import Encoding, Phase, TrainGraph, output_node, placeholders, tensors_of
 from roamc.graph.memory import MemoryModel, Place, Storage, fills_storage
 from roamc.graph.reader_kinds import ReaderKinds
 from roamc.graph.rewrite import value_of
-from roamc.graph.storage_ids import number, number_result
+from roamc.graph.storage_ids import STORAGES, ids_of, number, number_result, renewed
 from roamc.operators import ops
+from roamc.operators.ops import Need
 from roamc.operators.schemas import name_of
 from roamc.operators.table import Kind
 from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, shapes, usable
@@ -50,10 +59,12 @@ class Code(NamedTuple):
     Attributes:
         storage: name of the storage, as in the memory model.
         codec: a name in ``CODECS``, or "shapes" if readers behind forward need only the shape.
+        again: names of storages that readers behind forward get made again from the decoded value, see :func:`made_of`.
     """
 
     storage: str
     codec: str
+    again: tuple[str, ...] = ()
 
 
 class Mark(NamedTuple):
@@ -61,7 +72,8 @@ class Mark(NamedTuple):
 
     Attributes:
         storage: name of the storage.
-        role: "encode", "decode", or "shape" for a stand-in that has the shape and no elements.
+        role: "encode", "decode", "again" for what is made of the decoded value, or "shape" for a stand-in that has the
+            shape and no elements.
         operator: name of the operator that makes the storage, such as ``aten.native_dropout.default``.
     """
 
@@ -225,6 +237,38 @@ def codings(
             yield codec.name, coding
 
 
+def made_of(value: Value, codec: str, saved: Mapping[int, Value]) -> tuple[Value, ...]:
+    """Return the values that readers behind forward may get made again from what ``codec`` decodes of ``value``.
+
+    Each is what a light operator of forward makes that reads ``value``; all else that it reads is there behind forward
+    anyway. There are none if the codec is not exact, or decodes less than all of the elements.
+
+    Args:
+        value: the storage that has a code.
+        codec: the name of a codec, or "shapes".
+        saved: the values of the graph, see :func:`values`, by the index of their storages.
+    """
+    if codec == shapes.NAME or codec_of(codec).error or codec_of(codec).keeps is not Need.ELEMENTS:
+        return ()
+    readers = dict.fromkeys(read.reader for read in value.saved.early)
+    results = [saved.get(value.memory.owner.get((reader.name, 0), -1)) for reader in readers]
+    return tuple(
+        result
+        for reader, result in zip(readers, results, strict=True)
+        if result is not None and result.saved.node is reader and result.saved.late and _may_run_late(reader, value)
+    )
+
+
+def _may_run_late(reader: fx.Node, value: Value) -> bool:
+    """Whether an operator of forward may run behind it on the decoded value, and what else it reads is there anyway."""
+    rule, memory = ops.rule(reader.target), value.memory
+    if rule.random or not rule.recomputable or rule.mutates or not is_light(reader):
+        return False
+    saved = {storage.index for storage in memory.saved if storage.place is Place.TEMPORARY}
+    others = [each for each in reader.all_input_nodes if memory.owner.get((each.name, 0)) != value.storage.index]
+    return all(not unfit(value, each) and memory.storage_of(each).index in saved for each in others)
+
+
 def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
     """Write ``codes`` into the graph: encode each storage, and decode it for its readers behind forward.
 
@@ -232,22 +276,30 @@ def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
     one and lists the new encodings behind the old ones in ``TrainGraph.encodings``.
 
     Raises:
-        PlanError: the graph has no tensors or lacks a storage of ``codes``; two codes are of one storage; a
-            codec is unknown, does not fit, or has an error and does not serve a reader.
+        PlanError: the graph has no tensors or lacks a storage of ``codes``; readers of one storage get it in two ways;
+            a codec is unknown, does not fit, or has an error and does not serve a reader; a storage is not
+            :func:`made_of` what has a code.
     """
     writer = _Writer(graph)
-    by_name = {value.storage.name: value for value in values(writer.memory)}
+    saved = {value.storage.index: value for value in values(writer.memory)}
+    by_name = {value.storage.name: value for value in saved.values()}
     encoded: set[str] = set()
-    kinds, chosen = ReaderKinds(graph), list[tuple[Value, tuple[Codec, Coding] | None]]()
+    kinds, chosen = ReaderKinds(graph), list[tuple[Value, tuple[Codec, Coding] | None, Sequence[Value]]]()
     for code in codes:
-        if code.storage in encoded:
-            raise PlanError(f"the plan keeps {code.storage!r} in two codes")
-        encoded.add(code.storage)
+        for name in (code.storage, *code.again):
+            if name in encoded:
+                raise PlanError(f"the plan keeps {name!r} in two codes")
+            encoded.add(name)
         if code.storage not in by_name:
             raise PlanError(f"this graph has no storage {code.storage!r} that could be kept smaller")
-        chosen.append((by_name[code.storage], coding_of(by_name[code.storage], code.codec, kinds)))
-    for value, coding in chosen:
-        writer.add(value, coding)
+        value = by_name[code.storage]
+        coding = coding_of(value, code.codec, kinds)
+        results = {each.storage.name: each for each in made_of(value, code.codec, saved)} if code.again else {}
+        if odd := [name for name in code.again if name not in results]:
+            raise PlanError(f"{odd[0]!r} cannot be made again from what codec {code.codec!r} keeps of {code.storage!r}")
+        chosen.append((value, coding, [results[name] for name in code.again]))
+    for value, coding, again in chosen:
+        writer.add(value, coding, again)
     writer.write()
     return writer.finished().replace(encodings=(*graph.encodings, *writer.encodings))
 
@@ -257,8 +309,8 @@ class _Writer(Versions):
 
     Attributes:
         encodings: one for every value that has a code.
-        decodings: maps a reader behind forward to the values that are decoded in front of it, with their operators and
-            what these read.
+        decodings: maps a reader behind forward to the values that are decoded in front of it, with their operators,
+            what these read, and the values that are made of the decoded one.
         shapes: maps a reader to (position of an argument that becomes a stand-in, value).
         decoded: maps the node of a value to that of the decoded value, from the first reader behind forward on.
     """
@@ -267,23 +319,24 @@ class _Writer(Versions):
         super().__init__(graph)
         self.position = {node: number for number, node in enumerate(graph.graph.nodes)}
         self.encodings: list[Encoding] = []
-        self.decodings: dict[fx.Node, list[tuple[Value, fx.Graph, Sequence[fx.Node]]]] = {}
+        self.decodings: dict[fx.Node, list[tuple[Value, fx.Graph, Sequence[fx.Node], Sequence[Value]]]] = {}
         self.shapes: dict[fx.Node, list[tuple[int, Value]]] = {}
         self.decoded: dict[fx.Node, fx.Node] = {}
 
-    def add(self, value: Value, chosen: tuple[Codec, Coding] | None) -> None:
+    def add(self, value: Value, chosen: tuple[Codec, Coding] | None, again: Sequence[Value] = ()) -> None:
         """Insert the ``encode`` nodes of ``value`` behind its last reader in forward, and note its later readers.
 
         Args:
             value: the storage, with its readers.
             chosen: codec and coding of the value; None if readers behind forward need only the shape.
+            again: values that readers behind forward get made again from the decoded value.
         """
         for read in value.shapes:
             self.shapes.setdefault(read.reader, []).append((read.position, value))
         if chosen is None:
             return
         codec, coding = chosen
-        node, late = value.saved.node, value.saved.late
+        node = value.saved.node
         last = max((node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
         beside = coding.beside(node)
         encoded = [node, *beside[len(beside) - coding.shared :]]
@@ -291,7 +344,8 @@ class _Writer(Versions):
         code = self._insert(encode, encoded, node, last.next, last, self._mark(value, "encode"))
         sources = [*([] if code is None else [code]), *beside]
         decode = recorded(coding, "decode", *map(geometry_of, sources))
-        self.decodings.setdefault(late[0].reader, []).append((value, decode, sources))
+        front = min(late_readers(value, again), key=self.position.__getitem__)
+        self.decodings.setdefault(front, []).append((value, decode, sources, again))
         names = tuple(self.memory.storage_of(each).name for each in beside)
         self.encodings.append(
             Encoding(value.storage.name, codec.name, codec.error, codec.keeps, encode, decode, names, codec.serves)
@@ -300,12 +354,14 @@ class _Writer(Versions):
     def write(self) -> None:
         """Insert the ``decode`` nodes into the graph, and exchange arguments: the graph is changed in place.
 
-        A storage is decoded in front of the first reader behind forward; that reader and all later ones get the decoded
-        value, and readers that need only the shape a stand-in.
+        A storage is decoded in front of the first reader behind forward, of it or of what is made of it; that reader
+        and all later ones get the decoded value, and readers that need only the shape a stand-in.
         """
         for node in list(self.makers.values()):
-            for value, decode, sources in self.decodings.get(node, ()):
+            for value, decode, sources, again in self.decodings.get(node, ()):
                 self._decode(value, decode, sources, node)
+                for each in again:
+                    self._make_again(each, value, node)
             for position, value in self.shapes.get(node, ()):
                 self._stand_in(node, position, value)
             if self.decoded:
@@ -320,10 +376,21 @@ class _Writer(Versions):
         result = self._insert(decode, sources, node, at, at, self._mark(value, "decode"))
         assert result is not None  # a coding's decode returns a tensor
         _check_decoded(result, node)
-        names = [node]
-        for name in names:
+        self._read_instead(node, result)
+
+    def _make_again(self, result: Value, value: Value, at: fx.Node) -> None:
+        """Run the operator that makes ``result`` once more in front of ``at``, on what is decoded of ``value``."""
+        first = result.saved.node
+        again = self.call(first.target, first.args, dict(first.kwargs), first, at)
+        again.meta |= {STORAGES: renewed(ids_of(first)), MARK: self._mark(value, "again")}
+        names = _names(value.saved.node)
+        self.redirect(again, {name: self.decoded[name] for name in names})
+        self._read_instead(first, again)
+
+    def _read_instead(self, node: fx.Node, result: fx.Node) -> None:
+        """Let readers from here on read ``result`` in the place of ``node``."""
+        for name in _names(node):
             self.decoded[name], self.first[result] = result, name
-            names += [user for user in name.users if ops.rule(user.target).renames]
 
     def _stand_in(self, reader: fx.Node, position: int, value: Value) -> None:
         tensor = value.saved.tensor
@@ -349,6 +416,20 @@ class _Writer(Versions):
             node.meta[MARK] = mark
             self.phase[node.name] = self.graph.phase[phase_of.name]
         return result
+
+
+def late_readers(value: Value, again: Sequence[Value]) -> list[fx.Node]:
+    """Return the readers behind forward that read a decoded value, or what is made again from it."""
+    late = [read.reader for read in value.saved.late]
+    return late + [read.reader for each in again for read in (*each.saved.late, *each.shapes)]
+
+
+def _names(node: fx.Node) -> list[fx.Node]:
+    """The node, and all that are mere other names of it."""
+    names = [node]
+    for name in names:
+        names += [user for user in name.users if ops.rule(user.target).renames]
+    return names
 
 
 def copy_into(

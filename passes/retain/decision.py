@@ -24,8 +24,9 @@ class Decision:
             limit ended the search, ``"infeasible"`` if the peak asked for was not reached.
         allowed: which operators were allowed to run again, ``"all"`` or ``"light"``; ``bound_seconds`` and ``status``
             hold for these operators.
-        codes: (storage, codec, bytes of the storage, bytes of its code, predicted seconds that the codec adds) for each
-            storage that readers behind forward get decoded. ``reruns`` are of the graph with codecs.
+        codes: (storage, codec, bytes of the storage, bytes of its code, predicted seconds that this adds, storages that
+            readers behind forward get made again from what is decoded) for each storage that readers behind forward get
+            decoded. ``reruns`` are of the graph with codecs.
         once: (gather, gather of forward) for each gather behind forward that does not run, as its readers read what is
             gathered in forward. ``codes`` and ``reruns`` are of the graph without these.
         sequence: names of all operators and reruns in the order that the solver had, in which the peak is
@@ -39,7 +40,7 @@ class Decision:
     bound_seconds: Seconds
     status: str
     allowed: str
-    codes: tuple[tuple[str, str, Bytes, Bytes, Seconds], ...] = ()
+    codes: tuple[tuple[str, str, Bytes, Bytes, Seconds, tuple[str, ...]], ...] = ()
     once: tuple[tuple[str, str], ...] = ()
     sequence: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata=NOT_DATA)
 

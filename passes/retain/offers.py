@@ -30,6 +30,8 @@ from roamc.passes.retain.compress import (
     codings,
     copy_into,
     geometry_of,
+    late_readers,
+    made_of,
     recorded,
     recorded_stand_in,
     values,
@@ -45,7 +47,8 @@ WORTH_SHARE = 1_000
 def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[tuple[Code, Offer]]:
     """Return an offer for each codec that makes a saved storage smaller, in the graph's order.
 
-    Storages of no more than 1 / ``WORTH_SHARE`` of all saved bytes are left out.
+    Where other saved storages can be made again from what is decoded, a second offer does so for all of them. Storages
+    of no more than 1 / ``WORTH_SHARE`` of all saved bytes are left out.
 
     Args:
         asked: the graph as a problem without offers; its numbers name what the offers name.
@@ -54,17 +57,20 @@ def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[t
     """
     writer = _Offers(asked, options, profile)
     least = sum(storage.nbytes for storage in asked.memory.saved) // WORTH_SHARE
-    large = [value for value in values(asked.memory) if value.storage.nbytes > least and writer.knows_readers(value)]
+    saved = {value.storage.index: value for value in values(asked.memory) if writer.knows_readers(value)}
     kinds = ReaderKinds(asked.graph)
-    candidates = [
-        (value, name, coding)
-        for value in large
-        for name, coding in codings(value, options.codecs, kinds)
-        if writer.in_time(value, coding)
-    ]
+    candidates: list[tuple[Value, str, Coding | None, Sequence[Value]]] = []
+    for value in (each for each in saved.values() if each.storage.nbytes > least):
+        for name, coding in codings(value, options.codecs, kinds):
+            if writer.in_time(value, coding):
+                again = [each for each in made_of(value, name, saved) if writer.may_run_late(each, value)]
+                candidates += [(value, name, coding, each) for each in ([(), again] if again else [()])]
     return [
-        (Code(value.storage.name, name), writer.offer(value, coding, (place, len(candidates))))
-        for place, (value, name, coding) in enumerate(candidates)
+        (
+            Code(value.storage.name, name, tuple(each.storage.name for each in again)),
+            writer.offer(value, coding, again, (place, len(candidates))),
+        )
+        for place, (value, name, coding, again) in enumerate(candidates)
     ]
 
 
@@ -128,18 +134,26 @@ class _Offers:
         late = [self.step[self.operator[read.reader.name]] for read in value.saved.late]
         return all(self.step[self.operator[name]] < min(late) for name in makers)
 
+    def may_run_late(self, result: Value, value: Value) -> bool:
+        """Whether the operator of ``result`` may run again in front of all readers behind forward of both values."""
+        problem, op = self.asked.problem, self.operator[result.saved.node.name]
+        late = [self.step[self.operator[reader.name]] for reader in late_readers(value, [result])]
+        lasts = problem.expires[op] == problem.num_ops and problem.droppable[self.buffer[result.storage.index]]
+        return bool(problem.repeatable[op] and lasts) and self.step[op] < min(late)
+
     def knows_readers(self, value: Value) -> bool:
         """Whether every use of the storage is one that reads it by an argument, so that a codec can redirect it."""
         read = {r.reader.name for r in (*value.saved.early, *value.saved.late, *value.shapes)}
         memory = self.asked.memory
         return read == {memory.operators[user].node.name for user in memory.uses[value.storage.index]}
 
-    def offer(self, value: Value, coding: Coding | None, place: tuple[int, int]) -> Offer:
+    def offer(self, value: Value, coding: Coding | None, again: Sequence[Value], place: tuple[int, int]) -> Offer:
         """Return the offer of a coding of ``value``, or of stand-ins alone.
 
         Args:
             value: the storage, with its readers.
             coding: the coding; None if readers behind forward need only the shape.
+            again: what readers behind forward get made again from the decoded value.
             place: the number of this offer, and how many there are: of two codecs at one place the graph has the later
                 ``encode`` first, and the later ``decode`` last.
         """
@@ -150,8 +164,13 @@ class _Offers:
         if coding is not None:
             rows = self._coding_rows(value, coding)
             nbytes = rows.nbytes
-            extras += self._coded(value, rows, coding, place)
+            front = self.operator[min(late_readers(value, again), key=self.position.__getitem__).name]
+            extras += self._coded(value, rows, coding, front, place)
             instead += [(self.operator[read.reader.name], source, rows.result) for read in value.saved.late]
+            for each in again:
+                own, buffer = sum(len(extra.makes) for extra in extras), self.buffer[each.storage.index]
+                extras.append(self._again(each, (source, rows.result), front, place))
+                instead += [(self.operator[read.reader.name], buffer, own) for read in (*each.saved.late, *each.shapes)]
         for row, reader in self._stand_ins(value):
             own = sum(len(extra.makes) for extra in extras)
             anchor = self.operator[reader.name]
@@ -163,7 +182,20 @@ class _Offers:
         storage = self.asked.memory.storage_of(node)
         return _Source(self.buffer.get(storage.index), storage.place is Place.TEMPORARY)
 
-    def _coded(self, value: Value, rows: _Rows, coding: Coding, place: tuple[int, int]) -> Iterator[Extra]:
+    def _again(self, value: Value, decoded: tuple[int, int], front: int, place: tuple[int, int]) -> Extra:
+        """The operator that makes ``value`` once more; ``decoded`` is a buffer, and what it reads in its place."""
+        problem, op = self.asked.problem, self.operator[value.saved.node.name]
+        buffer, (source, own) = self.buffer[value.storage.index], decoded
+
+        def late(buffers: Iterable[int]) -> tuple[int, ...]:
+            return tuple(~own if each == source else each for each in buffers)
+
+        result = Result(value.storage.nbytes, True, late(reusables(problem.order).lists()[buffer]))
+        read = late(reads(problem.order).lists()[op])
+        seconds, workspace = float(problem.seconds[op]), int(problem.order.workspace[op])
+        return Extra(Part.DECODE, front, place[0], seconds, workspace, True, read, (result,))
+
+    def _coded(self, value: Value, rows: _Rows, coding: Coding, front: int, place: tuple[int, int]) -> Iterator[Extra]:
         """The operators that encode and decode ``value``."""
         at, count = place
         sources = [self._source(node) for node in (value.saved.node, *coding.beside(value.saved.node))]
@@ -172,7 +204,6 @@ class _Offers:
         behind = self.operator[producer.name if last is value.saved.node else last.name]
         for row in rows.encode:
             yield _placed(row, Part.ENCODE, behind, (self.position[last] + 1) * count - at, sources)
-        front = self.operator[value.saved.late[0].reader.name]
         for row in rows.decode:
             yield _placed(row, Part.DECODE, front, at, sources)
 

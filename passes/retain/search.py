@@ -56,7 +56,7 @@ class Choice:
         prices: predicted seconds of every operator of ``graph``, by name.
         allowed: which operators may run again: ``"all"``, or ``"light"`` for those that are light on any device.
         asked: the graph as a problem for the solver, with what codecs offer.
-        codes: for each of the problem's offers, in its sequence, the storage and its codec.
+        codes: for each of the problem's offers, in its sequence, the storage, its codec and what is made again of it.
         search: the solver's search in that problem.
     """
 
@@ -188,8 +188,8 @@ class Choice:
             status=str(solution.status.value),
             allowed=self.allowed,
             codes=tuple(
-                (*self.codes[place], int(sizes[offer.buffer]), offer.nbytes, offer.seconds)
-                for place, offer in zip(solution.taken, offers, strict=True)
+                (code.storage, code.codec, int(sizes[offer.buffer]), offer.nbytes, offer.seconds, code.again)
+                for code, offer in zip((self.codes[place] for place in solution.taken), offers, strict=True)
             ),
             once=self.once,
             sequence=() if keeps_order(self.options) else tuple(sequence),

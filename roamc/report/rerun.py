@@ -70,7 +70,7 @@ def smaller(graph: TrainGraph, plan: Plan) -> tuple[Smaller, ...]:
         if mark is not None:
             marks.setdefault(mark.storage, (origin(node, graph.phase[node.name], names), mark.operator))
     totals: dict[tuple[str, str, str], Smaller] = {}
-    for storage, codec, before, after, seconds in plan.decisions.get("retain", {}).get("codes", ()):
+    for storage, codec, before, after, seconds, _ in plan.decisions.get("retain", {}).get("codes", ()):
         key = (*marks.get(storage, ("", "")), codec)
         old = totals.get(key, Smaller(*key, 0, 0, 0, 0.0))
         total = old.before + before, old.after + after, old.seconds + seconds
