@@ -4,7 +4,7 @@ A table says it of single operators (:attr:`roamc.operators.table.Facts.kinds`).
 is found by a walk from its result to updates:
 
     backward    dw = mm(dy.t(), x)        x is read by a product ...
-                gw = dw.t()               ... whose result goes through views, casts and sums of such gradients ...
+                gw = dw.t()               ... whose result goes through views, casts, multiples and sums of such ...
     update      addcdiv_(w, gw, ...)      ... to operators of UPDATE on parameters and optimizer states alone
 
 In a graph of ``torch.compile`` the walk ends at outputs that are the gradient of a parameter. Whatever is not known is
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from roamc.graph.storage_ids import ids_of
-from roamc.graph.train_graph import Phase, Role, TrainGraph, operators, output_values, placeholders
+from roamc.graph.train_graph import Phase, Role, TrainGraph, operators, output_values, placeholders, tensors_of
 from roamc.operators import ops
 from roamc.operators.composite import Composite
 from roamc.operators.table import Kind
@@ -47,8 +47,8 @@ class ReaderKinds:
     def of(self, reader: fx.Node, position: int) -> Kind:
         """Return as what ``reader`` reads its argument at ``position``, see :func:`position_in`.
 
-        A copy, a cast or a sum has the kind of all its readers, a group that of all its members that read the
-        argument, if that is one kind. The output node of the graph reads as ``ANY``.
+        A copy, a cast, a sum, also over ranks, or a multiple has the kind of all its readers, a group that of all its
+        members that read the argument, if that is one kind. The output node of the graph reads as ``ANY``.
         """
         if reader.op != "call_function" or position < 0:
             return Kind.ANY
@@ -99,8 +99,7 @@ class ReaderKinds:
             return True
         carried = [user.args[position] for position in _carried(user)]
         # In a sum, as of a parameter that is used twice, others are gradients of weights as well.
-        others = [argument for argument in carried if isinstance(argument, fx.Node)]
-        return node in others and all(set(other.users) == {user} for other in others)
+        return node in carried and all(set(other.users) == {user} for other in user.all_input_nodes)
 
     def _roles(self) -> dict[Any, Role]:
         """Storage of each input to the role of the input."""
@@ -121,8 +120,11 @@ class ReaderKinds:
 
 def _carried(node: fx.Node) -> tuple[int, ...]:
     """The positions of the arguments whose errors the result of ``node`` has, as a copy, a cast or a sum."""
-    result = node.meta.get("val")
-    return ops.rule(node.target).carries if isinstance(result, torch.Tensor) and result.is_floating_point() else ()
+    result, carries = node.meta.get("val"), ops.rule(node.target).carries
+    if not carries or not isinstance(result, torch.Tensor) or not result.is_floating_point():
+        return ()
+    tensors = [argument for argument in node.all_input_nodes if any(tensors_of(argument))]
+    return carries if all(position_in(node, argument) in carries for argument in tensors) else ()
 
 
 def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -185,8 +185,8 @@ class Facts:
             for one that may not, and for other operators.
         assembly: how it puts operands side by side, if that is all that it does; else None.
         copies: all that it does is to copy its first argument, in the same shape, to new memory.
-        carries: positions of the arguments whose errors the result has, no more and no less, if it is of a floating
-            dtype: what such an error does depends on who reads the result.
+        carries: positions of the arguments whose errors the result has, also scaled by a number, if it is of a floating
+            dtype and the operator is called with no other tensors: what such an error does depends on who reads it.
         kinds: position of an argument to what an error in it does; ``ANY`` for positions that are not there.
         multiplies: of a product, position of an argument to the results that are linear in it. If these are gradients
             of parameters, an error in the argument is of kind ``WEIGHT``.
@@ -375,7 +375,8 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys([f"aten::new_{name}" for name in ("zeros", "full", "empty")], Row(overwrites=(0,))),
     # Work in place: our kernels copy their argument into the result first, unless it lies there.
     **dict.fromkeys(
-        [f"{NAMESPACE}::{form}all_reduce" for form in ("", "start_")], Row(overwrites=(0,), together=Together.SUMMED)
+        [f"{NAMESPACE}::{form}all_reduce" for form in ("", "start_")],
+        Row(overwrites=(0,), together=Together.SUMMED, carries=(0,)),
     ),
     **dict.fromkeys(
         [f"{NAMESPACE}::{form}broadcast" for form in ("", "start_")], Row(overwrites=(0,), together=Together.MOVED)
@@ -401,7 +402,11 @@ ROWS: dict[str, Row] = {
     "_dtensor::shard_dim_alltoall": Row(asynchronous=False),
     # Their results do not depend on strides.
     **dict.fromkeys(
-        [f"aten::{name}.Tensor" for name in ("sub", "mul", "div")]
+        [f"aten::{name}.Tensor" for name in ("mul", "div")],
+        Row(rounds_once=True, carries=(0,)),
+    ),
+    **dict.fromkeys(
+        ["aten::sub.Tensor"]
         + [f"aten::{name}.default" for name in ("neg", "abs", "clamp", "clamp_min", "clamp_max")]
         + ["aten::fill.Scalar"],
         Row(rounds_once=True),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from roamc import compat
 from roamc.capture.step import capture_step
 from roamc.capture.step_trace import StepRequest
-from roamc.graph import TrainGraph, operators
+from roamc.graph import Port, Role, TrainGraph, operators
 from roamc.graph.memory import build_memory
 from roamc.graph.reader_kinds import ReaderKinds, position_in
 from roamc.operators import ops
@@ -99,7 +99,7 @@ WAYS: dict[str, tuple[Callable[..., Tensor], Kind]] = {
     "transposed": (lambda linear, x: (x @ linear.weight).square().sum(), Kind.WEIGHT),
     "used twice": (twice, Kind.WEIGHT),
     "added to what has no error": (lambda linear, x: linear(x).square().sum() + linear.weight.sum(), Kind.WEIGHT),
-    "scaled weight": (lambda linear, x: (x @ (2 * linear.weight)).square().sum(), Kind.ANY),
+    "scaled weight": (lambda linear, x: (x @ (2 * linear.weight)).square().sum(), Kind.WEIGHT),
     "squared weight": (lambda linear, x: (x @ linear.weight.square()).square().sum(), Kind.ANY),
     "product of activations": (lambda linear, x: (x @ torch.tanh(linear(x))).square().sum(), Kind.ANY),
 }
@@ -135,6 +135,27 @@ def test_gradient_that_is_clipped_is_of_kind_weight() -> None:
         model, squares, optimizer, tuple(leaves), lambda flat: compat.unflatten(flat, spec), clip_grad_norm=1.0
     )
     assert kinds_in(capture_step(request).graph)["mm.default", 1] == {Kind.WEIGHT}
+
+
+def test_mean_over_ranks_is_of_kind_weight_and_a_product_of_gradients_is_not() -> None:
+    """As DistributedDataParallel averages gradients, and as nobody does."""
+
+    def step(w: Tensor, x: Tensor, g: Tensor, factor: Callable[[Tensor], Tensor | float]) -> tuple[Tensor, ...]:
+        gradient = torch.tanh(x).t() @ g
+        mean = torch.ops.roamc_collective.all_reduce.default(gradient * factor(gradient), "sum", "0")
+        w.sub_(mean)
+        return ()
+
+    def averaged(w: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        return step(w, x, g, lambda _: 0.5)
+
+    def squared(w: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        return step(w, x, g, lambda gradient: gradient)
+
+    for function, kind in ((averaged, Kind.WEIGHT), (squared, Kind.ANY)):
+        graph = traced(function, X, torch.randn(64, 8), torch.randn(64, 8), phases="FBBBBU")
+        graph = graph.replace(inputs=(Port("w", Role.PARAMETER), *graph.inputs[1:]))
+        assert ReaderKinds(graph).of(node_calling(graph, aten.mm.default), 0) is kind
 
 
 def test_copies_casts_sums_and_groups_read_as_their_readers_do() -> None:

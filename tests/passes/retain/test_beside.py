@@ -193,6 +193,20 @@ def test_parameters_may_be_beside_a_value(route: str) -> None:
         assert {ports[name].role for name in encoding.beside[3:]} == {Role.PARAMETER}
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_offers_with_parameters_are_what_codecs_write(route: str) -> None:
+    """But for the update behind the readers, which the decode has to run in front of as well as they."""
+    model, x = normal()
+    graph = cleaned(model, (x,), squares, route)[0]
+    order = [op.node.name for op in build_memory(graph).operators]
+    options = Options(memory_budget="min", codecs=("unnorm",))
+    choice = Choice(graph, options, order, PROFILE, cost.prices(graph, PROFILE))
+    assert len(choice.codes) == 4
+    implied = {"expires", "dependencies"} if route == "step" else set()
+    for taken in some_sets(4, random.Random(0)):
+        assert set(difference(choice.search.encoded(taken).problem, choice.written(taken).problem)) == implied
+
+
 MODELS = {"signed": soft, "unsoft": soft, "unnorm": normal}
 
 

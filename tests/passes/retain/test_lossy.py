@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import roamc
-from roamc.errors import OptionError, VerifyError
+from roamc.errors import OptionError, PlanError, VerifyError
 from roamc.options import Options, parse_options
 from roamc.passes.retain import codecs
 from roamc.passes.retain.codecs import Codec, Coding, Kind, Saved
@@ -69,6 +69,18 @@ def test_named_it_is_used_and_the_plan_is_refused_without_the_name() -> None:
     assert search.run(graph(), options, kept).plan.decisions == plan.decisions
     with pytest.raises(VerifyError, match=r"is kept by codec 'halves', which errs by up to 0.0039.*: allow it with"):
         search.run(graph(), Options(), kept)
+
+
+def test_plan_is_refused_where_the_codec_does_not_serve_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not offered there either."""
+    options = parse_options({"memory_budget": "light", "codecs": "halves"})
+    plan = search.run(graph(), options).plan
+    only_weights = Codec("halves", 2.0**-8, fit, serves=frozenset({Kind.WEIGHT}))
+    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS[:-1], only_weights))
+    says = r"retain: codec 'halves' does not fit \w+: tanh_backward\w* reads it as 'slope', which this codec, with its"
+    with pytest.raises(PlanError, match=says):
+        search.run(graph(), options, Plan.from_json(plan.to_json()))
+    assert used(search.run(graph(), options).plan) == set()
 
 
 def test_way_in_takes_the_name() -> None:
