@@ -205,9 +205,10 @@ def unfit(value: Value, beside: fx.Node) -> str:
         return "is not there in forward"
     if storage.overwritten:
         return "is written by the caller when forward has run"
-    readers = {op.node for op in memory.operators if storage.index in op.reads}
+    users = [memory.operators[at] for at in memory.uses[storage.index]]
+    readers = {op.node for op in users if storage.index in op.reads}
     updated = storage.place is Place.INPUT and readers.issuperset(read.reader for read in value.saved.late)
-    writes = (op for op in memory.operators if storage.index in op.writes)
+    writes = (op for op in users if storage.index in op.writes)
     writer = next((op for op in writes if not (updated and op.phase is Phase.UPDATE)), None)
     return "" if writer is None else f"is written later, by {writer.node.name}"
 

@@ -57,7 +57,8 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
 
     Raises:
         VerifyError: a view lies in another storage than its base, or elsewhere in it than its arguments say, or cannot
-            be made with these arguments. Or a codec reads something that has nothing to do with what it decodes.
+            be made with these arguments. Or a codec reads something that was not made from what it decodes, or that is
+            written later.
     """
     walk = walk_of(numbers, graph.encodings, graph.reuse, graph.same_plan)
     fed = list(zip(placeholders(graph.graph), graph.inputs, strict=True))
@@ -84,10 +85,9 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
             if odd is not None:
                 raise VerifyError(f"after pass {after!r}: {node.name} is a view {odd}")
             updates.note(walk, node)
-    for encoding, name in walk.strange:
+    for encoding, what in walk.strange:
         raise VerifyError(
-            f"after pass {after!r}: codec {encoding.codec!r} makes {encoding.storage} from {name}, which is not made "
-            f"from it; {way_out(after)}"
+            f"after pass {after!r}: codec {encoding.codec!r} makes {encoding.storage} from {what}; {way_out(after)}"
         )
     finals |= walk.results(returned, "step")
     for node in handed_in:

@@ -42,7 +42,7 @@ class Walk:
         again: group of ranks to the number of its collectives that have run again.
         lossy: reads of what a codec with an error has decoded: reader, argument, the encoding. The output node reads
             what the graph returns.
-        strange: encodings that read something that has nothing to do with what they decode, and its name.
+        strange: encodings, with the end of a sentence that says what is wrong with what they read beside their code.
         makers: number to the name of the first node that has it.
         writers: content of a storage to the name of the first operator that has written it in place.
     """
@@ -61,6 +61,7 @@ class Walk:
                 self.encodings.setdefault(name, []).append(encoding)
         self.lossy: list[tuple[fx.Node, fx.Node, Encoding]] = []
         self.strange: list[tuple[Encoding, str]] = []
+        self._beside: dict[StorageId, str] = {}
         self._named: dict[str, Number] = {}
         self.reuse = reuse or {}
         self.same_plan = same_plan
@@ -199,6 +200,9 @@ class Walk:
             result = elements if elements is not None else self._note("part", number, 0, by=node.name)
             content = self.numbers.patched(self._content[self._memory(place)], place, self.uncopied(result))
         self.writers.setdefault(content, node.name)
+        if (name := self._beside.get(self._memory(place))) is not None:
+            others = (encoding for encoding in self.encodings[name] if name in encoding.beside)
+            self.strange += [(encoding, f"{name}, which {node.name} writes") for encoding in others]
         self._content[self._memory(place)] = content
         self._written.add(self._memory(place))
 
@@ -317,7 +321,10 @@ class Walk:
             self.numbers.born(content, place.geometry)
             self._content[self._memory(place)] = content
             if self.encodings:
-                self._note_encodings(storage_name(node, place.position), content)
+                name = storage_name(node, place.position)
+                if any(name in encoding.beside for encoding in self.encodings.get(name, ())):
+                    self._beside[self._memory(place)] = name
+                self._note_encodings(name, content)
 
     def _note(self, *key: Any, by: str) -> Number:
         number = self.numbers.of(*key)
@@ -366,7 +373,7 @@ class Walk:
                 continue
             own = len(beside) - len(placeholders(encoding.encode)) + 1  # the rest is what encode reads too
             strange = strangers(self.numbers, value, beside[:own])
-            self.strange += [(encoding, encoding.beside[at]) for at in strange]
+            self.strange += [(encoding, f"{encoding.beside[at]}, which is not made from it") for at in strange]
             if not strange:
                 self._decoded[decoded] = encoding.keeps, value
                 self._erring |= {decoded: encoding} if encoding.error else {}

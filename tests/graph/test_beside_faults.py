@@ -134,12 +134,12 @@ def a_storage_that_is_not_there_is_named(w: Written) -> TrainGraph:
     return w.encoding(0, beside=("nowhere",))
 
 
-@fault("softplus_backward.*would read")
+@fault("codec 'signed' makes addmm from softplus, which mul_.* writes")
 def output_is_overwritten_in_front_of_the_decode(w: Written) -> None:
     w.call(w.steps("decode", "addmm")[0], aten.mul_.Tensor, w.nodes["softplus"], 3)
 
 
-@fault("would read what mul_.* has written")
+@fault("codec 'signed' makes addmm from softplus, which mul_.* writes")
 def output_is_overwritten_in_forward(w: Written) -> None:
     w.call(w.nodes["softplus"].next, aten.mul_.Tensor, w.nodes["softplus"], 3, phase=Phase.FORWARD)
 
@@ -196,6 +196,18 @@ def encode_has_another_number(w: Written) -> None:
 def encoding_says_another_decode(w: Written) -> TrainGraph:
     (other,) = (e.decode for e in written("step", "unsoft")[0].graph.encodings[:1])
     return w.encoding(0, decode=other)
+
+
+@fault("codec 'signed' makes addmm from softplus, which mul_.* writes")
+def output_is_overwritten_behind_the_decode(w: Written) -> None:
+    w.call(w.readers[0], aten.mul_.Tensor, w.nodes["softplus"], 3)
+
+
+@fault("softplus_backward.*would read")
+def output_gives_its_memory_away(w: Written) -> TrainGraph:
+    """To a result of backward that is written over it in front of the decode."""
+    over = w.call(w.decode(0, "softplus"), aten.neg.default, w.nodes["softplus"])
+    return w.graph.replace(reuse={**w.graph.reuse, over.name: 0})
 
 
 @fault("softplus_backward.*would read")
