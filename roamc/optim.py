@@ -162,19 +162,11 @@ class CompAct(torch.optim.Optimizer):
         p = None
         if stream is not None:
             counter = float((step - 1) // group["every"])
-            key = (
-                counter,
-                group["seed"],
-                stream,
-                parameter.shape[1],
-                shape[1],
-                group["basis"],
-                grad.dtype,
-                grad.device,
-            )
+            numbers = counter, group["seed"], stream, parameter.shape[1], shape[1], group["basis"]
+            key = (*numbers, grad.dtype, grad.device)
             if key not in latest:
                 latest.clear()
-                latest[key] = projection(*key[:-2], dtype=grad.dtype, device=grad.device)
+                latest[key] = projection(*numbers, dtype=grad.dtype, device=grad.device)
             p = latest[key]
             grad = grad @ p
         if group["weight_decay"]:
@@ -221,6 +213,11 @@ def share_streams(optimizer: torch.optim.Optimizer, streams: Mapping[int, int]) 
             pairs = zip(group["params"], group["streams"], strict=False)
             group["streams"] = [streams.get(id(parameter), own) for parameter, own in pairs]
             group["shared"] = True
+
+
+def streams_of(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
+    """Return the streams of the weights of each parameter group; empty for another optimizer than :class:`CompAct`."""
+    return tuple(tuple(group["streams"]) for group in optimizer.param_groups) if isinstance(optimizer, CompAct) else ()
 
 
 def _listed(params: Any) -> list[Any]:

@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "roamc.planning": (*PLANNING, "roamc.runtime.blocks"),  # what programs hold idle is free for another plan
     "roamc.codegen": (*GROUND, "roamc.codegen"),
     "roamc.runtime": RUNNING,
-    "roamc.frontends": (*PLANNING, *RUNNING, "roamc.capture", "roamc.frontends"),
+    "roamc.frontends": (*PLANNING, *RUNNING, "roamc.capture", "roamc.optim", "roamc.frontends"),
     "roamc.report": (*PLANNING, "roamc.report"),
     "roamc.cli": ("roamc",),
     "roamc": ("roamc",),

@@ -13,9 +13,10 @@ from torch import fx
 from roamc.budget import LIGHT
 from roamc.cost import workspaces
 from roamc.cost.kind import is_light
-from roamc.graph import TrainGraph
+from roamc.graph import Phase, TrainGraph
 from roamc.graph.memory import MemoryModel, Storage, build_memory
 from roamc.operators import ops
+from roamc.operators.projection import projection
 from roamc.options import Options
 from roamc.rewriting.expiry import Able, droppable, expiries
 from roamc.rewriting.in_place import wanted
@@ -75,6 +76,7 @@ def question(
     sequence = _sequence(names, order, memory.boundary)
     if not as_given:
         sequence = reference_order(problem, np.array(sequence, dtype=np.int32)).tolist()
+        sequence = _late(memory, names, sequence)
     storages = buffers_of(memory)
     retain_problem = make_problem(
         problem,
@@ -88,6 +90,38 @@ def question(
         boundary=names.index(HANDOVER) if graph.in_flight > 1 else -1,
     )
     return Question(graph, memory, retain_problem, tuple(names), storages, allowed)
+
+
+def _late(memory: MemoryModel, names: Sequence[str], sequence: Sequence[int]) -> list[int]:
+    """Move inputs that are projected for gradients, and projections, from where they are to their first readers.
+
+    Such a product reads nothing that backward makes, so that an order may have it run in forward: there it waits in the
+    place of its input. That is less than the input, but more than an input that can run again.
+    """
+    projections = [index for index, op in enumerate(memory.operators) if op.node.target is projection]
+    if not projections:
+        return [*sequence]
+    early = {-1, *projections, *(index for index, op in enumerate(memory.operators) if op.phase is Phase.FORWARD)}
+    products = dict.fromkeys(user for index in projections for user in _users(memory, index))
+    inputs = [each for each in products if early.issuperset(_makers(memory, each))]
+    number = {name: at for at, name in enumerate(names)}
+    moved = [*sequence]
+    for index in (*inputs, *projections):
+        own, *users = (number[memory.operators[each].node.name] for each in (index, *_users(memory, index)))
+        moved.remove(own)
+        moved.insert(next(at for at, each in enumerate(moved) if each in users), own)
+    return moved
+
+
+def _users(memory: MemoryModel, index: int) -> list[int]:
+    """The operators that use what operator ``index`` makes."""
+    births = memory.operators[index].births
+    return [user for birth in births for user in memory.uses[birth] if user != index]
+
+
+def _makers(memory: MemoryModel, index: int) -> set[int]:
+    """The operators that make what operator ``index`` reads, and -1 where that is an input."""
+    return {memory.storages[read].producer for read in memory.operators[index].reads}
 
 
 def _idle(memory: MemoryModel, names: Sequence[str]) -> list[bool]:

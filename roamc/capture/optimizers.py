@@ -10,13 +10,14 @@ only and is accepted; the single-tensor form is used.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from roamc import optim
 from roamc.compat_dtensor import describe, is_dtensor, placement_of
 from roamc.errors import CaptureError
 from roamc.graph.memory import is_dense
@@ -37,7 +38,7 @@ class Rule:
 
     Attributes:
         states: function of a group, an item of ``optimizer.param_groups``, that returns the keys of
-            ``optimizer.state[p]`` that are tensors of p's shape.
+            ``optimizer.state[p]`` that are tensors of the shape that ``shape`` gives.
         has_step: whether ``optimizer.state[p]["step"]`` counts steps.
         flags: keys of a group whose truth value decides which operators are written; see :func:`structure`.
         scalars: function of (group, number of the step, counted from 1, whether the parameters had no state before it)
@@ -47,6 +48,11 @@ class Rule:
             :class:`roamc.graph.rewrite.Writer`. States and scalars are nodes by key and name; the update writes to
             the parameter and the states in place.
         start: what the states hold before the first step.
+        literals: keys of a group whose values stand in the graph.
+        shape: function of (group, shape of a parameter) that returns the shape of its states, and of the gradient that
+            its update reads; None where both have the parameter's. A parameter that has a number among the "streams" of
+            its group gets the gradient's product with a random projection, see :mod:`roamc.capture.projected`; the
+            transpose of that is state "projection".
     """
 
     states: Callable[[Group], tuple[str, ...]]
@@ -55,6 +61,18 @@ class Rule:
     scalars: Callable[[Group, float, bool], dict[str, float]]
     write: Callable[[Writer, fx.Node, fx.Node, Nodes, Nodes, Group], None]
     start: float = 0.0
+    literals: tuple[str, ...] = ()
+    shape: Callable[[Group, Sequence[int]], tuple[int, ...]] | None = None
+
+
+def shape_of(rule: Rule, group: Group, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the states of a parameter of ``shape`` in ``group``, and of the gradient its update reads."""
+    return tuple(shape) if rule.shape is None else rule.shape(group, shape)
+
+
+def fresh_state(rule: Rule, group: Group, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a state of ``parameter`` in ``group`` before the first step."""
+    return optim.fresh(parameter, shape_of(rule, group, parameter.shape), rule.start)
 
 
 def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
@@ -65,7 +83,7 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
     """
     rule = RULES.get(type(optimizer))
     if rule is None:
-        supported = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)
+        supported = ", ".join(f"{kind.__module__.partition('.')[0]}.optim.{kind.__name__}" for kind in RULES)
         raise CaptureError(
             f"{type(optimizer).__name__} is not supported by train_step; supported: {supported}; roamc.optimize(model) "
             "takes any optimizer"
@@ -97,12 +115,13 @@ def check_dense(name: str, parameter: torch.Tensor, group: Group) -> None:
         )
 
 
-def structure(rule: Rule, group: Group) -> tuple[bool, ...]:
+def structure(rule: Rule, group: Group) -> tuple[object, ...]:
     """Return what of ``group`` needs another graph when it changes, or is refused then by :func:`rule_for`.
 
     A number, such as ``weight_decay``, counts only as zero or not. ``group`` is one of ``optimizer.param_groups``.
     """
-    return (*(bool(group.get(flag)) for flag in (*rule.flags, *_REFUSED)), _has_tensor_betas(group))
+    flags = (bool(group.get(flag)) for flag in (*rule.flags, *_REFUSED))
+    return (*flags, _has_tensor_betas(group), *(group[key] for key in rule.literals))
 
 
 def _has_tensor_betas(group: Group) -> bool:
@@ -123,9 +142,10 @@ def check_state(optimizer: torch.optim.Optimizer, rule: Rule, name: str, paramet
         CaptureError: names the state, and how it is moved.
     """
     state = optimizer.state.get(parameter, {})
+    wanted = (*_kind(parameter)[:2], shape_of(rule, group, parameter.shape), placement_of(parameter))
     for key in rule.states(group):
         value = state.get(key)
-        if isinstance(value, torch.Tensor) and _kind(value) != _kind(parameter):
+        if isinstance(value, torch.Tensor) and _kind(value) != wanted:
             raise CaptureError(
                 f"the optimizer's {key} of {name} is {_words(value)}, the parameter {_words(parameter)}: the model was "
                 "changed after its first step; optimizer.load_state_dict(optimizer.state_dict()) brings dtype and "
@@ -149,7 +169,8 @@ def init_state(
 
     The step count is 0, a float32 scalar, on the CPU or, for ``fused=True``, on the parameter's device; without
     ``fused=True`` a float64 scalar where that is the default dtype, as torch has it. The other entries hold
-    ``rule.start`` and have the parameter's shape, dtype, device and, if it is dense, strides.
+    ``rule.start`` and have the parameter's dtype and device, the shape that :func:`shape_of` gives, and, if that is the
+    parameter's and it is dense, its strides.
 
     Args:
         optimizer: holds ``parameter``; its ``state`` is changed.
@@ -170,7 +191,7 @@ def init_state(
         device, dtype = parameter.device if fused else "cpu", torch.float64 if double else torch.float32
         missing["step"] = torch.zeros((), dtype=dtype, device=device)
     absent = [key for key in rule.states(group) if entries.get(key) is None]
-    missing.update({key: torch.full_like(parameter, rule.start) for key in absent})
+    missing.update({key: fresh_state(rule, group, parameter) for key in absent})
     if not missing:
         return None
     take_away = functools.partial(_set_back, optimizer, parameter, None if before is None else dict(before))
@@ -300,6 +321,31 @@ def _fused_adam(
     )  # fmt: skip
 
 
+def _compact_scalars(group: Group, step: float, first: bool) -> dict[str, float]:
+    numbers = _adam_scalars(group, step, first)
+    if group["rank"] is None:
+        return numbers
+    scaled = numbers["minus_step_size"] * group["scale"]
+    return {**numbers, "counter": float((step - 1) // group["every"]), "minus_scaled_size": scaled}
+
+
+def _compact_write(writer: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
+    if "projection" not in states:
+        _adam_write(lambda group: True)(writer, param, grad, states, n, {**group, "amsgrad": False})
+        return
+    if group["weight_decay"]:
+        writer.call(aten.mul_.Tensor, param, n["decay"])
+    first, second = states["exp_avg"], states["exp_avg_sq"]
+    writer.call(aten.lerp_.Scalar, first, grad, n["one_minus_beta1"])
+    writer.call(aten.mul_.Tensor, second, n["beta2"])
+    writer.call(aten.addcmul_.default, second, grad, grad, value=n["one_minus_beta2"])
+    root = writer.call(aten.sqrt.default, second)
+    denominator = writer.call(aten.div.Tensor, root, n["root_correction2"])
+    writer.call(aten.add_.Tensor, denominator, n["eps"])
+    direction = writer.call(aten.div.Tensor, first, denominator)
+    writer.call(aten.addmm_.default, param, direction, states["projection"], alpha=n["minus_scaled_size"])
+
+
 _ADAM_FLAGS = ("amsgrad", "maximize", "weight_decay", "fused", "decoupled_weight_decay")
 
 RULES: dict[type, Rule] = {
@@ -312,5 +358,9 @@ RULES: dict[type, Rule] = {
         _adam_write(lambda group: bool(group.get("decoupled_weight_decay"))),
     ),
     torch.optim.AdamW: Rule(_adam_states, True, _ADAM_FLAGS, _adam_scalars, _adam_write(lambda group: True)),
+    optim.CompAct: Rule(
+        lambda group: ("exp_avg", "exp_avg_sq"), True, ("weight_decay",), _compact_scalars, _compact_write,
+        literals=("rank", "seed", "basis"), shape=optim.shape_of,
+    ),
 }  # fmt: skip
 """Class of an optimizer to its rule; a class that is missing here is not supported."""

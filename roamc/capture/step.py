@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.hooks import check_hooks
 from roamc.capture.in_place_values import as_values
 from roamc.capture.leaves import check_dtypes
-from roamc.capture.optimizers import Rule, check_dense, check_state, rule_for, structure
+from roamc.capture.optimizers import Rule, check_dense, check_state, fresh_state, rule_for, structure
 from roamc.capture.parts import check_clipping, check_placements, clipped
+from roamc.capture.projected import Projected, project
 from roamc.capture.questions import Question
 from roamc.capture.replicas import Replica, average
 from roamc.capture.step_trace import StepRequest, Trace, phases_of, returned_values
@@ -91,6 +92,7 @@ class CapturedStep:
         changes: attributes of modules that forward set to tensors of the trace; capture has put their old values back.
         handed: positions among the leaves of the batch of the tensors whose gradients the graph returns.
         questions: what the step has asked of batch and buffers; it serves those with the same answers only.
+        streams: name of each parameter whose gradient is projected to the stream of its projections.
     """
 
     graph: TrainGraph
@@ -103,6 +105,7 @@ class CapturedStep:
     changes: tuple[Change, ...] = ()
     handed: tuple[int, ...] = ()
     questions: tuple[Question, ...] = ()
+    streams: Mapping[str, int] = field(default_factory=dict)
 
 
 def capture_step(request: StepRequest) -> CapturedStep:
@@ -215,6 +218,8 @@ class _Assembly:
         handed = gradients[len(grads) :]
         feeds = self._add_inputs(graph, inputs[-1], groups)
         writer = Writer(graph, self.mode, Phase.BACKWARD)
+        projected = project(writer, grads, self.rule, feeds, groups, self.traced.parameters)
+        whole, grads = grads, projected.gradients
         waits: dict[str, str] = {}
         with graph.inserting_before(end):
             if self.request.clip_grad_norm is not None:
@@ -237,15 +242,17 @@ class _Assembly:
             inputs=tuple(self.ports),
             outputs=(Port("loss", Role.LOSS), *self._handed_ports()),
             phase={**phase, **writer.phase},
-            gradients=tuple(dict.fromkeys(node.name for node in grads.values())),
+            gradients=tuple(
+                dict.fromkeys((whole if name in projected.streams else grads)[name].name for name in grads)
+            ),
             waits=waits,
-            notes=self._notes([*grads.values()]),
+            notes=self._notes(grads, projected),
         )
         traced = self.traced
         return CapturedStep(
             captured, tuple(self.sources), self.cohorts, tuple(traced.replicas), reduced,
             fully_sharded.sequence(graph), fully_sharded.groups_of(traced.shardings), tuple(traced.changes),
-            traced.handed, tuple(traced.questions),
+            traced.handed, tuple(traced.questions), projected.streams,
         )  # fmt: skip
 
     def _handed_ports(self) -> Iterator[Port]:
@@ -267,12 +274,13 @@ class _Assembly:
         self.sources.append(source)
 
     def _groups(self) -> dict[str, dict[str, Any]]:
-        """Parameter name to its group, with its number under "index"."""
+        """Parameter name to its group, with its number under "index" and the parameter's stream under "stream"."""
         names = {id(parameter): name for name, parameter in self.traced.parameters.items()}
         groups = {}
         for index, group in enumerate(self.request.optimizer.param_groups):
-            for parameter in group["params"]:
-                groups[names[id(parameter)]] = {**group, "index": index}
+            streams = itertools.chain(group.get("streams", ()), itertools.repeat(None))
+            for parameter, stream in zip(group["params"], streams, strict=False):
+                groups[names[id(parameter)]] = {**group, "index": index, "stream": stream}
         return groups
 
     def _add_inputs(
@@ -307,7 +315,7 @@ class _Assembly:
         plain = compat.fake_input(self.mode, part_of(real).detach(), device)
         for key in self.rule.states(group):
             with self.mode:
-                value = torch.zeros_like(plain, memory_format=torch.preserve_format)
+                value = fresh_state(self.rule, group, plain)
             nodes[key] = self._state(graph, name, key, value)
         if self.rule.has_step and group.get("fused"):
             with self.mode:
@@ -336,11 +344,13 @@ class _Assembly:
         limit = self.request.clip_grad_norm
         return grads if limit is None or not grads else clipped(writer, grads, limit, self.traced.parameters)
 
-    def _notes(self, gradients: list[fx.Node]) -> tuple[str, ...]:
+    def _notes(self, gradients: Mapping[str, fx.Node], projected: Projected) -> tuple[str, ...]:
         if self.request.clip_grad_norm is None:
-            return ()
-        sizes = {id(node): node.meta["val"].numel() * node.meta["val"].itemsize for node in gradients}
-        return (f"clip_grad_norm holds all gradients ({format_bytes(sum(sizes.values()))}) until the norm is known",)
+            return projected.notes()
+        sizes = {id(node): node.meta["val"].numel() * node.meta["val"].itemsize for node in gradients.values()}
+        holds = f"clip_grad_norm holds all gradients ({format_bytes(sum(sizes.values()))}) until the norm is known"
+        also = "; of projected gradients it takes the norm as they are" if projected.streams else ""
+        return (holds + also, *projected.notes())
 
 
 def cohort_of(

@@ -30,7 +30,8 @@ Sets = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of the model or argument of the function; repeatable."),
 ]
 Optimizer = Annotated[
-    str | None, typer.Option("--optimizer", help="sgd, adam or adamw (the default), if the function returns none.")
+    str | None,
+    typer.Option("--optimizer", help="sgd, adam, adamw (the default) or compact, if the function returns none."),
 ]
 Halves = Annotated[
     bool, typer.Option("--forward-backward", help="Plan forward and backward only, as torch.compile does.")

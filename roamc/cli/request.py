@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,9 @@ from roamc.report.picture import Course, Picture, draw, follow
 from roamc.solvers.warm_up import warm_up
 from roamc.units import Seconds
 
+COMPACT = ("rank", "every", "scale", "basis", "seed")
+"""Settings of the optimizer that ``--set`` gives beside those of the model, with ``--optimizer compact``."""
+
 Say = Callable[[str], None]
 """A function that is called with a few words on what is being done."""
 
@@ -46,7 +50,8 @@ class Request:
     Attributes:
         target: name of a built-in model, or ``FILE.py:function``.
         sizes: sizes of the model by name; None where the default is meant.
-        sets: further settings of the model or arguments of the function, each as ``key=value``.
+        sets: further settings of the model or arguments of the function, each as ``key=value``; with the optimizer
+            "compact" its :data:`COMPACT` as well.
         optimizer: name of the optimizer where the target brings none; None for AdamW there.
         forward_backward: whether to leave the update out.
         meta: whether to call the function of a file with the meta device as torch's default.
@@ -271,7 +276,13 @@ def _settings(request: Request) -> dict[str, Setting]:
     """The settings of the whole model."""
     settings: dict[str, Setting] = {key: value for key, value in request.sizes.items() if value is not None}
     settings.update(parse_setting(text) for text in request.sets)
-    return settings
+    return {key: value for key, value in settings.items() if key not in _settings_of_optimizer(request)}
+
+
+def _settings_of_optimizer(request: Request) -> dict[str, Any]:
+    """Those of ``request.sets`` that are the optimizer's."""
+    sets = dict(parse_setting(text) for text in request.sets) if request.optimizer == "compact" else {}
+    return {key: value for key, value in sets.items() if key in COMPACT}
 
 
 def options_of(request: Request) -> Options:
@@ -324,7 +335,8 @@ def workload_of(request: Request) -> Workload:
     else:
         workload = zoo.make(request.target, settings)
     if workload.optimizer is None:
-        workload = dataclasses.replace(workload, optimizer=OPTIMIZERS[request.optimizer or "adamw"])
+        make = functools.partial(OPTIMIZERS[request.optimizer or "adamw"], **_settings_of_optimizer(request))
+        workload = dataclasses.replace(workload, optimizer=make)
     elif request.optimizer is not None:
         raise OptionError(f"{request.target} returns an optimizer: leave --optimizer {request.optimizer} out")
     if request.tp_plan:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roamc import compat
+from roamc import compat, optim
 from roamc.capture.batch import geometry
 from roamc.capture.optimizers import Rule, check_state, init_state
 from roamc.capture.shared import shared_key
@@ -48,6 +48,7 @@ class BoundStep:
         parameters, buffers: name to the dict of a module, and the key in it, where the live tensor stands.
         handed: positions in the batch of tensors that get a gradient, in the order in which the program returns these.
         questions: what tracing has asked of batch, buffers and constants, with its answers.
+        streams: of projected gradients, by parameter group of the optimizer; those of the graph.
         has_parts: whether a parameter, buffer or tensor of the batch is a DTensor, of which the program gets a part.
     """
 
@@ -66,6 +67,9 @@ class BoundStep:
         self.group = {name: cohort.group for name, cohort in captured.cohorts.items()}
         self.parameters = _slots(request.model, "_parameters")
         self.buffers = _slots(request.model, "_buffers")
+        live = self.held()
+        optim.share_streams(request.optimizer, {id(live[name]): at for name, at in captured.streams.items()})
+        self.streams = optim.streams_of(request.optimizer)
         self.has_parts = any(map(is_dtensor, (*self.held().values(), *request.leaves)))
         self.places = self._places(request.leaves)
 
@@ -86,7 +90,7 @@ class BoundStep:
 
     def answers(self, leaves: Sequence[Any]) -> bool:
         """Whether this program serves the batch ``leaves``: what tracing has asked of tensors has the same answers."""
-        if self._places(leaves) != self.places:
+        if self._places(leaves) != self.places or optim.streams_of(self.optimizer) != self.streams:
             return False
         if not self.questions:
             return True

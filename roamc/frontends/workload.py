@@ -23,15 +23,17 @@ from roamc.capture.step_trace import LossFunction, StepRequest
 from roamc.errors import CaptureError, OptionError, nearest
 from roamc.frontends.arguments import check_call, check_forward
 from roamc.graph import TrainGraph
+from roamc.optim import CompAct
 
 Setting = int | float | str | bool
 Optimizer = torch.optim.Optimizer
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "compact": CompAct,
 }
 
 
@@ -44,7 +46,8 @@ class Workload:
         model: the model; its parameters may be on the meta device.
         batch: arguments of ``loss_fn`` behind the model, or of the model where there is no ``loss_fn``.
         loss_fn: ``loss_fn(model, *batch)`` returns the loss; None plans forward and backward of ``model(*batch)``.
-        optimizer: makes the optimizer of the model's parameters; None takes AdamW.
+        optimizer: makes the optimizer of the model's parameters, or of their names and them where it is CompAct or a
+            partial call of it; None takes AdamW.
         tp_plan: pattern of layers' names to how a mesh splits them; empty to take the model's own ``tp_plan``.
     """
 
@@ -105,7 +108,9 @@ def optimizer_of(workload: Workload) -> Optimizer:
     """
     if next(workload.model.parameters(), None) is None:
         raise CaptureError(f"{workload.name}: the model has no parameters, and a step would change nothing")
-    return (workload.optimizer or OPTIMIZERS["adamw"])(workload.model.parameters())
+    make = workload.optimizer or OPTIMIZERS["adamw"]
+    by_name = getattr(make, "func", make) is CompAct
+    return make(workload.model.named_parameters() if by_name else workload.model.parameters())
 
 
 def from_file(target: str, settings: Mapping[str, Setting], *, meta: bool = False) -> Workload:

@@ -15,7 +15,7 @@ from typing import Any
 
 from roamc import decode, progress
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph, mask_judge, shard_judge, value_flow, verify
+from roamc.graph import TrainGraph, mask_judge, projection_judge, shard_judge, value_flow, verify
 from roamc.graph.memory import build_memory, kept_memory
 from roamc.graph.train_graph import differ_in_layout_only
 from roamc.graph.value_numbers import Flow, Numbers
@@ -31,6 +31,7 @@ from roamc.passes import (
     overlap,
     padding,
     products,
+    project,
     reorder,
     retain,
     reuse,
@@ -118,6 +119,7 @@ PIPELINE = checked(
     Pass.of(shard, per_budget=False, requires={"normal form", "user's recomputation"}, judge=shard_judge.check),
     Pass.of(masks, per_budget=False, requires={"normal form", "user's recomputation"}, judge=mask_judge.check),
     Pass.of(scores, per_budget=False, requires={"normal form", "user's recomputation"}),
+    Pass.of(project, per_budget=False, requires={"normal form"}, judge=projection_judge.check),
     Pass.of(async_tp, per_budget=False, requires={"normal form"}),
     Pass.of(padding, per_budget=False, requires={"normal form"}),
     Pass.of(products, per_budget=False, requires={"normal form"}),

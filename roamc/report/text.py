@@ -31,6 +31,7 @@ STAGES = (
     "shard",
     "masks",
     "scores",
+    "project",
     "async_tp",
     "padding",
     "products",

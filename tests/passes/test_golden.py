@@ -27,6 +27,7 @@ from roamc.compat import FakeTensorMode
 from roamc.graph import TrainGraph, copied, operators
 from roamc.graph.printed import printed
 from roamc.graph.verify import check_graph
+from roamc.operators.projection import projection
 from roamc.options import Options, parse_options
 from roamc.passes import count
 from roamc.passes.fuse import Effort, inline
@@ -183,6 +184,20 @@ def of_scores() -> Example:
     return traced(step, rows, labels, weights), parse_options({"numerics": "fast", "profile": "h100"})
 
 
+def of_project() -> Example:
+    """Two projected gradients of one input, one of which is turned on the way; one whose whole gradient is read."""
+
+    def step(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        p = projection(0.0, 1, 2, 8, 2, "gaussian", dtype=torch.float32, device=x.device)
+        whole = first.t() @ x
+        small, other = whole @ p, (second.t() @ x).t().t() @ p
+        read = second.t() @ x
+        return small, other, read @ p, read
+
+    graph = traced(step, *(X.view(8, 8).clone() for _ in range(3)), phases="B" * 12)
+    return graph, CPU
+
+
 def of_padding() -> Example:
     """On a GPU, logits of 50,257 words and their gradient, and a small matrix, which stays."""
     with FakeTensorMode():
@@ -280,6 +295,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "shard": of_shard,
     "masks": of_masks,
     "scores": of_scores,
+    "project": of_project,
     "async_tp": of_async_tp,
     "padding": of_padding,
     "products": of_products,

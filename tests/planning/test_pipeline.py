@@ -29,8 +29,8 @@ from tests.models import MODELS
 from tests.random_graphs import random_model
 
 OPTIONAL = tuple(step.name for step in pipeline.PIPELINE if step.name not in REQUIRED)
-# Here are no marks, GPU, budget, codecs that project, collectives.
-IDLE = ("checkpoint", "masks", "scores", "async_tp", "padding", "count", "retain", "overlap")
+# Here are no marks, GPU, projections, budget, collectives.
+IDLE = ("checkpoint", "masks", "scores", "project", "async_tp", "padding", "count", "retain", "overlap")
 ALWAYS = tuple(name for name in OPTIONAL if name not in IDLE)
 SUBSETS = [subset for count in range(len(ALWAYS) + 1) for subset in itertools.combinations(ALWAYS, count)]
 NEAR_AN_END = [subset for subset in SUBSETS if len(subset) < 2 or len(subset) > len(ALWAYS) - 2]
