@@ -45,7 +45,7 @@ WORTH_SHARE = 1_000
 
 
 def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[tuple[Code, Offer]]:
-    """Return an offer for each codec that makes a saved storage smaller, in the graph's order.
+    """Return an offer for each codec that makes a saved storage smaller, exact codecs first, each in the graph's order.
 
     Where other saved storages can be made again from what is decoded, a second offer does so for all of them. Storages
     of no more than 1 / ``WORTH_SHARE`` of all saved bytes are left out.
@@ -65,6 +65,7 @@ def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[t
             if writer.in_time(value, coding):
                 again = [each for each in made_of(value, name, saved) if writer.may_run_late(each, value)]
                 candidates += [(value, name, coding, each) for each in ([(), again] if again else [()])]
+    candidates.sort(key=lambda candidate: candidate[1] in options.codecs)
     return [
         (
             Code(value.storage.name, name, tuple(each.storage.name for each in again)),

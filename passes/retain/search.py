@@ -89,7 +89,8 @@ class Choice:
         self.codes = tuple(code for code, _ in rows)
         offers = tuple(offer for _, offer in rows)
         self.asked = dataclasses.replace(plain, problem=dataclasses.replace(plain.problem, offers=offers))
-        self.search = solver.Choice(self.asked.problem)
+        exact = sum(code.codec not in options.codecs for code in self.codes)
+        self.search = solver.Choice(self.asked.problem, first=exact)
         self._written: dict[tuple[int, ...], Question] = {(): plain}
 
     def decide(

@@ -8,6 +8,9 @@
 
 A price per byte takes or leaves all offers of one rate together; where the budget needs only some of them, the last
 two kinds of sets find which. The bound is that of `Bounds` over all reruns and offers.
+
+More offers make other sets, and so may hide a better answer. Where offers that a user allows stand behind others, both
+all offers and the others alone are asked, and the better answer is given: to allow more never costs seconds.
 """
 
 from __future__ import annotations
@@ -48,10 +51,13 @@ class Choice:
 
     problem: the problem, with its offers.
     effort: limits and thresholds of all searches.
+    first: number of its first offers that are asked alone as well; None for all of them.
     """
 
-    def __init__(self, problem: RetainProblem, effort: Effort = EFFORT) -> None:
+    def __init__(self, problem: RetainProblem, effort: Effort = EFFORT, first: int | None = None) -> None:
         self.problem, self.effort = problem, effort
+        fewer = problem.offers[:first]
+        self._first = Choice(replace(problem, offers=fewer), effort) if len(fewer) < len(problem.offers) else None
         self._alone = math.fsum(problem.seconds.tolist())
         self._encoded: dict[Taken, Encoded] = {}
         self._grounds: dict[Taken, Ground] = {}
@@ -67,7 +73,11 @@ class Choice:
             it, it depends on earlier calls only by the offers that won last.
         simulations: work limit for each set of offers, in simulations of its schedule; None for `effort.simulations`.
         """
-        return self._solve(budget, self._known if together else {}, simulations)
+        answers = [] if self._first is None else [self._first.solve(budget, together=together, simulations=simulations)]
+        if not answers or answers[0].rank(budget) > (False, 0.0, math.inf):
+            answers.append(self._solve(budget, self._known if together else {}, simulations))
+        best = min(answers, key=lambda one: one.rank(budget))
+        return best if self._first is None else _bounded(best, budget, self.bounds.seconds(budget))
 
     def forget(self) -> None:
         """Forget which offers won last, so that the next call tries all sets even if its budget is nearly the same.
@@ -75,6 +85,8 @@ class Choice:
         Solutions that were found with `together` stay.
         """
         self._won = 0, ()
+        if self._first is not None:
+            self._first.forget()
 
     def lowest(self, *, together: bool = False) -> tuple[RetainSolution, ...]:
         """Search for the lowest peak of live bytes, then for fewer seconds at that peak.
@@ -85,6 +97,13 @@ class Choice:
         Returns (cheap, low), or (cheap,) if both are the same. low: the lowest peak that the search reached. cheap: the
         answer for that peak as budget; mostly with fewer seconds.
         """
+        answers = [] if self._first is None else [self._first.lowest(together=together)]
+        answers.append(self._lowest(together=together))
+        best = min(answers, key=lambda pair: pair[-1].rank(0))
+        return tuple(self._least(solution) for solution in best)
+
+    def _lowest(self, *, together: bool) -> tuple[RetainSolution, ...]:
+        """As `lowest`, with all offers, each answer with the bound of the budget that it is for."""
         frontiers, effort = self._known if together else {}, self.effort
         least = int(self.bounds.alone * (1 + effort.little_share))
         self.forget()
@@ -101,7 +120,7 @@ class Choice:
         as_low = [taken for taken, frontier in frontiers.items() if frontier.lowest <= low.peak_bytes]
         cheap = self._solve(low.peak_bytes, frontiers, sets=as_low)
         same = (cheap.reruns, cheap.taken) == (low.reruns, low.taken)
-        return tuple(self._least(solution) for solution in ((cheap,) if same else (cheap, low)))
+        return (cheap,) if same else (cheap, low)
 
     @functools.cached_property
     def bounds(self) -> Bounds:

@@ -135,9 +135,10 @@ def _output(read: _Reading) -> fx.Node | None:
     pairs = zip(y.shape, x.stride(), y.stride(), strict=True)
     if x.storage_offset() or not fills_storage(y) or any(a != b for size, a, b in pairs if size != 1):
         return None
-    if read.node is read.call:
+    group = read.node.target
+    if not isinstance(group, Fused):
         return read.call
-    results = read.node.target.results
+    results = group.results
     if read.call not in results:
         return None
     picks = [user for user in read.node.users if user.target is getitem and user.args[1] == results.index(read.call)]

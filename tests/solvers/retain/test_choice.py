@@ -87,6 +87,25 @@ def test_answers_are_legal_and_never_dearer_than_reruns_alone(problem: RetainPro
         check(whole, one.peak_bytes, one)
 
 
+@PROPERTY
+@given(problems(10), st.floats(0.3, 1), st.integers(0, 2**32))
+def test_offers_behind_the_first_cost_no_seconds(problem: RetainProblem, share: float, seed: int) -> None:
+    dice = random.Random(seed)
+    whole = offered(problem, dice)
+    first = dice.randint(0, len(whole.offers))
+    alone = Choice(dataclasses.replace(whole, offers=whole.offers[:first]))
+    both = Choice(whole, first=first)
+    budget = int(share * peak_bytes(whole.order, whole.sequence))
+    for together in (False, True):
+        before, after = (choice.solve(budget, together=together) for choice in (alone, both))
+        check(whole, budget, after)
+        assert after.rank(budget) <= before.rank(budget)
+    before, after = (choice.lowest()[-1] for choice in (alone, both))
+    check(whole, after.peak_bytes, after)
+    assert after.rank(0) <= before.rank(0)
+    assert after.bound_seconds <= before.bound_seconds or after.peak_bytes < before.peak_bytes
+
+
 @settings(PROPERTY, max_examples=25)  # each solves up to 64 problems
 @given(problems(7), st.floats(0.3, 1), st.integers(0, 2**32))
 def test_no_set_of_offers_is_below_the_bound(problem: RetainProblem, share: float, seed: int) -> None:
