@@ -19,6 +19,7 @@ from torch import Tensor
 from roamc.operators.activations import ACTIVATIONS, activation_input
 from roamc.operators.aligned import BY_COPIES
 from roamc.operators.counter import counter_mask, draw_seeds, own_seeds
+from roamc.operators.norm_inputs import lost_columns, norm_input
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.padded import WITH_PADDED_ROWS, rows_padded
 from roamc.operators.projection import BASES, count, counted, projection
@@ -390,6 +391,25 @@ def counts(dtype: torch.dtype) -> list[Call]:
 def counted_projections(dtype: torch.dtype) -> list[Call]:
     on = {"dtype": dtype, "device": torch.device("cpu")}
     return [call(torch.tensor(7), 1, 2, n, r, basis, **on) for n, r in ((5, 3), (300, 299)) for basis in BASES]
+
+
+@cases(FLOATS, lost_columns)
+def columns_of_norms(dtype: torch.dtype) -> list[Call]:
+    weights = tensor(dtype, 70), tensor(dtype, 5, 2)[:, 1]
+    return [call(w, bias, 2, 1e-7) for w in weights for bias in (None, tensor(dtype, len(w)))]
+
+
+@cases(FLOATS, norm_input)
+def inputs_of_norms(dtype: torch.dtype) -> list[Call]:
+    calls = []
+    for rows, n in ((3, 7), (700, 130), (1, 1)):
+        y, weight, lost = tensor(dtype, rows, n), tensor(dtype, n), torch.zeros(1, dtype=torch.int64)
+        kept, mean, rstd = tensor(dtype, rows, 1), tensor(dtype, rows, 1), tensor(torch.float32, rows, 1)
+        calls += [
+            call(kept, y, mean, rstd, weight, tensor(dtype, n), lost),
+            call(kept, y, None, rstd, weight, None, lost),
+        ]
+    return calls
 
 
 def some_labels() -> list[torch.Tensor]:

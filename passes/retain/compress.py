@@ -174,7 +174,7 @@ def coding_of(value: Value, name: str, kinds: ReaderKinds) -> tuple[Codec, Codin
     for node in coding.beside(value.saved.node):
         if why := unfit(value, node):
             raise PlanError(f"codec {name!r} does not fit {value.storage.name}: {node.name}, beside it, {why}")
-    for read, kind in unserved(value, codec, kinds):
+    for read, kind in unserved(value, codec, coding, kinds):
         raise PlanError(
             f"codec {name!r} does not fit {value.storage.name}: {read.reader.name} reads it as {kind.value!r}, which "
             "this codec, with its error, does not serve"
@@ -182,11 +182,11 @@ def coding_of(value: Value, name: str, kinds: ReaderKinds) -> tuple[Codec, Codin
     return codec, coding
 
 
-def unserved(value: Value, codec: Codec, kinds: ReaderKinds) -> Iterator[tuple[Read, Kind]]:
+def unserved(value: Value, codec: Codec, coding: Coding, kinds: ReaderKinds) -> Iterator[tuple[Read, Kind]]:
     """Yield the readers of ``value`` behind forward that ``codec`` must not decode for, as it has an error."""
     for read in value.saved.late if codec.error else ():
         kind = kinds.of(read.reader, read.position)
-        if kind not in codec.serves:
+        if kind not in codec.served(coding):
             yield read, kind
 
 
@@ -234,7 +234,7 @@ def codings(
             continue
         if any(unfit(value, node) for node in coding.beside(value.saved.node)):
             continue
-        if kinds is None or not any(unserved(value, codec, kinds)):
+        if kinds is None or not any(unserved(value, codec, coding, kinds)):
             yield codec.name, coding
 
 
@@ -348,9 +348,9 @@ class _Writer(Versions):
         front = min(late_readers(value, again), key=self.position.__getitem__)
         self.decodings.setdefault(front, []).append((value, decode, sources, again))
         names = tuple(self.memory.storage_of(each).name for each in beside)
-        self.encodings.append(
-            Encoding(value.storage.name, codec.name, codec.error, codec.keeps, encode, decode, names, codec.serves)
-        )
+        error = codec.error if coding.error is None else coding.error
+        coded = value.storage.name, codec.name, error, codec.keeps, encode, decode, names, codec.served(coding)
+        self.encodings.append(Encoding(*coded))
 
     def write(self) -> None:
         """Insert the ``decode`` nodes into the graph, and exchange arguments: the graph is changed in place.

@@ -22,6 +22,7 @@ from roamc.operators import (
     aligned,
     collectives,
     counter,
+    norm_inputs,
     onednn,
     padded,
     projection,
@@ -64,6 +65,7 @@ KERNELS: dict[OpOverload, Kernel] = {
     **{operator: Kernel(function, ANYWHERE) for operator, function in projection.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in scores.KERNELS.items()},
     **{operator: Kernel(function, ANYWHERE) for operator, function in activations.KERNELS.items()},
+    **{operator: Kernel(function, ANYWHERE) for operator, function in norm_inputs.KERNELS.items()},
 }
 
 

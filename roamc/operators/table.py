@@ -397,6 +397,7 @@ ROWS: dict[str, Row] = {
     "roamc::counter_mask": Row(rowwise=Rowwise(whole=(0,)), numbered=True),
     # Reads each piece of its outputs before it writes the inputs.
     "roamc::activation_input": Row(overwrites=(0,)),
+    "roamc::norm_input": Row(overwrites=(1,)),
     "roamc::count": Row(recomputable=False),
     "roamc::wait_collective": Row(finishes=0, recomputable=False),
     "_dtensor::shard_dim_alltoall": Row(asynchronous=False),

@@ -11,16 +11,21 @@ from collections.abc import Collection, Iterable
 from roamc.errors import OptionError, PlanError, nearest
 from roamc.operators.ops import Need
 from roamc.operators.table import Kind
-from roamc.passes.retain.codecs import bits, compact, integers, signs, tempo
+from roamc.passes.retain.codecs import bits, compact, integers, norms, signs, tempo
 from roamc.passes.retain.codecs.codec import Codec, Coding, Saved
 
 __all__ = ["CODECS", "Codec", "Coding", "Kind", "Saved", "codec_of", "lossy_names", "usable"]
+
+
+def _tempo(saved: Saved) -> Coding | None:
+    return tempo.fit(saved) or norms.fit(saved)
+
 
 CODECS: tuple[Codec, ...] = (
     Codec("bits", 0.0, bits.fit),
     Codec("signs", 0.0, signs.fit, Need.SIGN),
     Codec("integers", 0.0, integers.fit),
-    Codec("tempo", tempo.ERROR, tempo.fit, serves=frozenset({Kind.SLOPE})),
+    Codec("tempo", tempo.ERROR, _tempo, serves=frozenset({Kind.SLOPE, Kind.NORM})),
     compact.CODEC,
 )
 """All codecs. An exact codec (``error`` 0) changes nothing that its readers look at; one with an error is used only

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -63,12 +62,22 @@ class Coding(ABC):
     whatever the tensors hold. ``decode`` returns a tensor with the shape, strides and dtype of the value, from which
     every reader behind forward computes the same result, or one that differs by no more than follows from the codec's
     error. A coding is a frozen dataclass, the key of a cache: equal codings encode and decode alike.
-
-    Attributes:
-        shared: how many of the last nodes that :meth:`beside` returns :meth:`encode` reads too.
     """
 
-    shared: ClassVar[int] = 0
+    @property
+    def shared(self) -> int:
+        """How many of the last nodes that :meth:`beside` returns :meth:`encode` reads too."""
+        return 0
+
+    @property
+    def error(self) -> float | None:
+        """How far decoding is off, where that is not the same for all codings of the codec; else None."""
+        return None
+
+    @property
+    def serves(self) -> frozenset[Kind] | None:
+        """The kinds of readers that it may decode for, where these are not all that the codec serves; else None."""
+        return None
 
     @property
     @abstractmethod
@@ -117,8 +126,8 @@ class Codec:
 
     Attributes:
         name: the name in plans, reports and ``options.codecs``.
-        error: the most by which decoding may change what ``keeps`` names; 0 for an exact codec. All codecs so far are
-            exact, so how an error is measured is not settled.
+        error: how far what readers make of the decoded value is off, as a share of its norm, for elements of N(0, 1);
+            0 for an exact codec.
         fit: returns the coding of a value; None if this codec does not apply to it.
         keeps: what decoding preserves of each element: its value, or only whether it is above zero. Operators that need
             more than that must not read the decoded tensor.
@@ -135,6 +144,10 @@ class Codec:
     keeps: Need = Need.ELEMENTS
     serves: frozenset[Kind] = frozenset()
     set_to: Callable[[Mapping[str, str]], Codec] | None = None
+
+    def served(self, coding: Coding) -> frozenset[Kind]:
+        """Return the kinds of readers that one of its codings may decode for."""
+        return self.serves if coding.serves is None else coding.serves
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -61,7 +60,16 @@ class Projected(Coding):
         """Bytes of the projection."""
         return math.prod(self.shape[:-1]) * self.columns * self.dtype.itemsize
 
-    shared: ClassVar[int] = 1
+    @property
+    def shared(self) -> int:
+        """The count of steps."""
+        return 1
+
+    @property
+    def error(self) -> float:
+        """Of one gradient, as a share of its norm: sqrt((n + 1) / r) for a Gaussian basis, else sqrt(n / r - 1)."""
+        n = self.shape[-1]
+        return math.sqrt((n + 1) / self.columns if self.basis == BASES[0] else n / self.columns - 1)
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the count of the program's steps; nothing where it does not count."""

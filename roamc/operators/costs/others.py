@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from roamc.operators import activations
+from roamc.operators import activations, norm_inputs
 from roamc.operators.call import Call, broadcast_elements, rows_of, tensor_at
 from roamc.operators.costs.arguments import INLINE_DIMS, is_half
 from roamc.operators.counter import PIECE, PIECE_BYTES
@@ -59,6 +59,18 @@ def piece_of_a_projection(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``projection``, on every device."""
     rows, columns, basis = call.args[3:6]
     return piece_bytes(rows, columns, basis)
+
+
+def columns_of_norms(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``lost_columns``, on every device."""
+    return norm_inputs.BYTES_OF_A_COLUMN * tensor_at(call, 0).numel()
+
+
+def norm_inputs_of(call: Call, result: torch.Tensor) -> Bytes:
+    """Workspace of ``norm_input``: a piece in float32, unless that is the dtype of ``result``."""
+    wide = result.dtype in norm_inputs.WIDE
+    elements = norm_inputs.piece_elements(result, tensor_at(call, 4).numel())
+    return 0 if wide else norm_inputs.BYTES_OF_AN_ELEMENT * elements
 
 
 def labels(call: Call, result: torch.Tensor) -> Bytes:
