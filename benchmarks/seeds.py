@@ -219,13 +219,13 @@ def trained(scheme: str, rate: float, rest: float, seed: int, steps: int) -> flo
     warm = max(1, steps // 10)
     shape = lambda at: min((at + 1) / warm, 0.1 + 0.45 * (1 + math.cos(math.pi * min(at / steps, 1.0))))  # noqa: E731
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
-    known, held_out = text()
+    training, held_out = text()
 
     def loss(batch: Tensor) -> Tensor:
         logits = model(input_ids=batch[:, :-1]).logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
-    for batch in batches(known, steps, seed):
+    for batch in batches(training, steps, seed):
         loss(batch).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -241,16 +241,16 @@ def losses(steps: int, seeds: int) -> list[dict[str, Any]]:
         pairs = [(rate, rest) for rate in RATES["dense" if rank is None else "projected"] for rest in REST]
         tried = {pair: _trained(scheme, *pair, 0, steps) for pair in pairs}
         best = min(tried, key=tried.__getitem__)
-        found = [tried[best], *(_trained(scheme, *best, seed, steps) for seed in range(1, seeds))]
-        row = {"model": "bytes", "kind": scheme, "rate": best[0], "rest": best[1], "losses": found, "steps": steps}
-        rows.append(row | {"gap": statistics.fmean(found) - statistics.fmean(rows[0]["losses"] if rows else found)})
-        print(f"{scheme:<6} {statistics.fmean(found):.3f}  {rows[-1]['gap']:+.3f}  rates {best}", flush=True)
+        reached = [tried[best], *(_trained(scheme, *best, seed, steps) for seed in range(1, seeds))]
+        row = {"model": "bytes", "kind": scheme, "rate": best[0], "rest": best[1], "losses": reached, "steps": steps}
+        rows.append(row | {"gap": statistics.fmean(reached) - statistics.fmean(rows[0]["losses"] if rows else reached)})
+        print(f"{scheme:<6} {statistics.fmean(reached):.3f}  {rows[-1]['gap']:+.3f}  rates {best}", flush=True)
     return rows
 
 
 def _trained(scheme: str, rate: float, rest: float, seed: int, steps: int) -> float:
-    found: float = fresh(__file__, "loss", scheme, str(rate), str(rest), str(seed), str(steps), threads=1)
-    return found
+    loss: float = fresh(__file__, "loss", scheme, str(rate), str(rest), str(seed), str(steps), threads=1)
+    return loss
 
 
 def _worker(kind: str, *arguments: str) -> None:

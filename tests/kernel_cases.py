@@ -16,13 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roamc.operators.activations import ACTIVATIONS, activation_input
 from roamc.operators.aligned import BY_COPIES
 from roamc.operators.counter import counter_mask, draw_seeds, own_seeds
-from roamc.operators.norm_inputs import lost_columns, norm_input
 from roamc.operators.onednn import ONEDNN
 from roamc.operators.padded import WITH_PADDED_ROWS, rows_padded
-from roamc.operators.projection import BASES, count, counted, projection
 from roamc.operators.random import dropout_mask
 from roamc.operators.scores import label_scores, nll_of_scores
 from roamc.operators.shards import own_classes, own_indices, own_part
@@ -374,44 +371,6 @@ def counter_masks(dtype: torch.dtype) -> list[Call]:
     return [call(seed, x.shape, x.stride(), keep) for seed in seeds for x in likes for keep in (0.0, 0.7, 1.0)]
 
 
-@cases(FLOATS, projection)
-def projections(dtype: torch.dtype) -> list[Call]:
-    on = {"dtype": dtype, "device": torch.device("cpu")}
-    shapes = ((1, 1), (5, 3), (12, 12), (300, 299), (700, 131))  # the last two are more than a piece
-    counters = ((0.0, 0, 0), (7.9, 2**32 - 1, 3))
-    return [call(*counter, n, r, basis, **on) for counter in counters for n, r in shapes for basis in BASES]
-
-
-@cases((torch.int64,), count)
-def counts(dtype: torch.dtype) -> list[Call]:
-    return [call("program")]
-
-
-@cases(FLOATS, counted)
-def counted_projections(dtype: torch.dtype) -> list[Call]:
-    on = {"dtype": dtype, "device": torch.device("cpu")}
-    return [call(torch.tensor(7), 1, 2, n, r, basis, **on) for n, r in ((5, 3), (300, 299)) for basis in BASES]
-
-
-@cases(FLOATS, lost_columns)
-def columns_of_norms(dtype: torch.dtype) -> list[Call]:
-    weights = tensor(dtype, 70), tensor(dtype, 5, 2)[:, 1]
-    return [call(w, bias, 2, 1e-7) for w in weights for bias in (None, tensor(dtype, len(w)))]
-
-
-@cases(FLOATS, norm_input)
-def inputs_of_norms(dtype: torch.dtype) -> list[Call]:
-    calls = []
-    for rows, n in ((3, 7), (700, 130), (1, 1)):
-        y, weight, lost = tensor(dtype, rows, n), tensor(dtype, n), torch.zeros(1, dtype=torch.int64)
-        kept, mean, rstd = tensor(dtype, rows, 1), tensor(dtype, rows, 1), tensor(torch.float32, rows, 1)
-        calls += [
-            call(kept, y, mean, rstd, weight, tensor(dtype, n), lost),
-            call(kept, y, None, rstd, weight, None, lost),
-        ]
-    return calls
-
-
 def some_labels() -> list[torch.Tensor]:
     """Labels of four rows of seven classes: all there, some left out, some no class, all left out."""
     return [torch.tensor(each) for each in ([0, 6, 3, 3], [0, -100, 6, 1], [7, -1, 2, -100], [2, 2, 2, 2])]
@@ -428,14 +387,6 @@ def losses_of_scores(dtype: torch.dtype) -> list[Call]:
     whole, some, _, alike = some_labels()
     labels = ((whole, -100), (whole, 3), (some, -100), (alike, 2), (alike, 0))
     return [call(tensor(dtype, 4), each, 7, how, ignored) for each, ignored in labels for how in range(3)]
-
-
-@cases((torch.float32, torch.bfloat16, torch.float16), activation_input)
-def inputs_of_activations(dtype: torch.dtype) -> list[Call]:
-    outputs = (*odd(dtype), tensor(dtype, 3, 100, 1001))  # more than a piece
-    sides = [(y, tensor(torch.bool, *y.shape)) for y in outputs]
-    turned = tensor(dtype, 5, 3), tensor(torch.bool, 3, 5).t()
-    return [call(y, right, name) for y, right in (*sides, turned) for name in ACTIVATIONS]
 
 
 @cases((torch.int64,), own_seeds)

@@ -70,7 +70,7 @@ def write_lost_columns(weight: Tensor, bias: Tensor | None, count: int, spacing:
         f"{count} of them the weight is 0 or below {1 / limit:.2g} of the bias: leave 'tempo' out"
     )
     if weight.is_cuda:
-        torch._assert_async(fits, says)
+        torch.ops.aten._assert_async.msg(fits, says)
     elif not bool(fits):
         raise RuntimeError(says)
 
@@ -99,12 +99,12 @@ def write_norm_input(
         out: is written; may be ``result``.
     """
     columns = weight.numel()
-    rows, given = out.view(-1, columns), result.view(-1, columns)
+    rows, outputs = out.view(-1, columns), result.view(-1, columns)
     factor, center = rstd.reshape(-1, 1), None if mean is None else mean.reshape(-1, 1)
     step = piece_elements(out, columns) // columns
     for begin in range(0, len(rows), step):
         of = slice(begin, begin + step)
-        piece = rows[of].copy_(given[of]) if out.dtype in WIDE else given[of].float()
+        piece = rows[of].copy_(outputs[of]) if out.dtype in WIDE else outputs[of].float()
         if bias is not None:
             piece.sub_(bias)
         piece.div_(weight).div_(factor[of])

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from roamc.operators.gpu import kept
 from roamc.operators.kernels import KERNELS
+from tests.codec_cases import CASES, Call
 from tests.codegen.test_kernel_judge import group_of, on_gpu
-from tests.kernel_cases import CASES, Call
 from tests.operators.test_kernels import LEAVES_AS_IT_IS, results, same_bits
 
 aten = torch.ops.aten

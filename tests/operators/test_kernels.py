@@ -17,7 +17,7 @@ from roamc.operators.kernels import KERNELS
 from roamc.operators.projection import COUNTS
 from roamc.operators.random import dropout_mask
 from roamc.operators.split_collectives import finish_all
-from tests.kernel_cases import CASES, Call
+from tests.codec_cases import CASES, Call
 
 aten = torch.ops.aten
 GUARD = 64

@@ -26,11 +26,11 @@ def test_gradients_of_a_layer_norm_are_as_exact_as_from_its_input(rows: int, dty
     y, mean, rstd = aten.native_layer_norm(x, [n], weight, bias, 1e-5)
     lost = lost_columns(weight, bias, n // 32, torch.finfo(dtype).eps)
     assert {0, 17, 250} <= set(lost.tolist())
-    made = norm_input(x[:, lost], y, mean, rstd, weight, bias, lost)
+    again = norm_input(x[:, lost], y, mean, rstd, weight, bias, lost)
     exact = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
     torch.nn.functional.layer_norm(exact[0], [n], *exact[1:], 1e-5).backward(dy.double())
     by_input = aten.native_layer_norm_backward(dy, x, [n], mean, rstd, weight, bias, [True] * 3)
-    by_output = aten.native_layer_norm_backward(dy, made, [n], mean, rstd, weight, bias, [True] * 3)
+    by_output = aten.native_layer_norm_backward(dy, again, [n], mean, rstd, weight, bias, [True] * 3)
     for one, other, wanted in zip(by_output, by_input, exact, strict=True):
         assert wanted.grad is not None
         assert off(one, wanted.grad) <= 1.5 * off(other, wanted.grad) + 0.1 * torch.finfo(dtype).eps
@@ -41,8 +41,8 @@ def test_rms_norm_has_neither_mean_nor_bias() -> None:
     weight[3] = 0.0
     y, rstd = aten._fused_rms_norm(x, [64], weight, 1e-6)
     lost = lost_columns(weight, None, 2, torch.finfo(torch.float32).eps)
-    made = norm_input(x.view(20, 64)[:, lost], y, None, rstd, weight, None, lost)
-    torch.testing.assert_close(made, x)
+    again = norm_input(x.view(20, 64)[:, lost], y, None, rstd, weight, None, lost)
+    torch.testing.assert_close(again, x)
 
 
 def test_more_small_weights_than_columns_wait_are_refused() -> None:
@@ -61,6 +61,6 @@ def test_nan_and_infinity_arrive() -> None:
     x[1, 5], x[2, 6] = torch.nan, torch.inf
     weight, bias = torch.ones(64), torch.zeros(64)
     y, mean, rstd = aten.native_layer_norm(x, [64], weight, bias, 1e-5)
-    made = norm_input(x[:, :2], y, mean, rstd, weight, bias, torch.tensor([0, 1]))
-    torch.testing.assert_close(made[0], x[0])
-    assert not made[1:].isfinite().all(-1).any()
+    again = norm_input(x[:, :2], y, mean, rstd, weight, bias, torch.tensor([0, 1]))
+    torch.testing.assert_close(again[0], x[0])
+    assert not again[1:].isfinite().all(-1).any()

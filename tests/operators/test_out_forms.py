@@ -21,7 +21,7 @@ from roamc.graph.storage_ids import addresses_of
 from roamc.operators import ops
 from roamc.operators.kernels import KERNELS
 from roamc.operators.out_variants import ALLOCATE, FormKind, form_of
-from tests.kernel_cases import CASES
+from tests.codec_cases import CASES
 from tests.operator_calls import (
     NUMERIC,
     Call,

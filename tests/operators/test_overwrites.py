@@ -14,7 +14,8 @@ from roamc.operators import ops
 from roamc.operators.collectives import NAMESPACE
 from roamc.operators.kernels import KERNELS
 from roamc.operators.out_variants import out_overload
-from tests.kernel_cases import CASES, call, odd
+from tests.codec_cases import CASES
+from tests.kernel_cases import call, odd
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)

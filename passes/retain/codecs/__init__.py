@@ -48,7 +48,7 @@ def lossy_names(names: Iterable[str]) -> tuple[str, ...]:
     """
     lossy = [codec.name for codec in CODECS if codec.error]
     exact = ", ".join(codec.name for codec in CODECS if not codec.error)
-    found = []
+    complete = []
     for name in names:
         head = name.partition(":")[0]
         if head not in lossy:
@@ -56,8 +56,8 @@ def lossy_names(names: Iterable[str]) -> tuple[str, ...]:
                 f"codecs: {head!r} is not a codec with an error; there are {', '.join(lossy)}{nearest(head, lossy)} "
                 f"Exact ones, which need no name: {exact}"
             )
-        found.append(_set(name).name)
-    return tuple(dict.fromkeys(found))
+        complete.append(_set(name).name)
+    return tuple(dict.fromkeys(complete))
 
 
 def codec_of(name: str) -> Codec:

@@ -89,8 +89,8 @@ class Projected(Coding):
 
     def _projection(self, counter: Tensor) -> Tensor:
         size = self.shape[-1], self.columns
-        made: Tensor = counted(counter, 0, 0, *size, self.basis, dtype=self.dtype, device=self.device)
-        return made
+        p: Tensor = counted(counter, 0, 0, *size, self.basis, dtype=self.dtype, device=self.device)
+        return p
 
 
 def fit(saved: Saved, rank: float, basis: str) -> Projected | None:
@@ -130,15 +130,15 @@ def set_to(settings: Mapping[str, str]) -> Codec:
     for name in settings:
         if name not in ("rank", "basis"):
             raise OptionError(f"codecs: {COMPACT} has no setting {name!r}{nearest(name, ('rank', 'basis'))}")
-    given, basis = settings.get("rank", str(RANK)), settings.get("basis", BASES[0])
+    text, basis = settings.get("rank", str(RANK)), settings.get("basis", BASES[0])
     try:
-        rank = float(Fraction(given))
+        rank = float(Fraction(text))
     except (ValueError, ZeroDivisionError):
         rank = 0.0
     if not (0 < rank <= 1 or (rank.is_integer() and rank > 1)):
         raise OptionError(
             f"codecs: the rank of {COMPACT} is a share of columns above 0 and up to 1, such as 0.25 or 1/4, or a "
-            f"number of them above 1, not {given!r}"
+            f"number of them above 1, not {text!r}"
         )
     if basis not in BASES:
         raise OptionError(

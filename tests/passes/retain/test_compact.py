@@ -100,9 +100,9 @@ def test_only_gradients_of_weights_change_by_what_the_rank_says(route: str) -> N
     for _ in range(6):
         assert torch.equal(step(), exact_loss)
         assert route == "train_step" or torch.equal(x.grad, exact_dx)  # type: ignore[arg-type]
-        found = errors(model, exact)
-        assert all(off < 1e-6 for name, off in found.items() if "bias" in name)
-        seen += [off for off in found.values() if off > 1e-3]
+        shares = errors(model, exact)
+        assert all(off < 1e-6 for name, off in shares.items() if "bias" in name)
+        seen += [off for off in shares.values() if off > 1e-3]
     assert len(seen) == 6 * len(codes)
     assert math.sqrt(sum(off**2 for off in seen) / len(seen)) == pytest.approx(math.sqrt((WIDTH + 1) / 16), rel=0.1)
 
