@@ -35,7 +35,7 @@ class Unsoft(Coding):
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         return (softened(node),)
 
-    def encode(self, value: Tensor) -> None:
+    def encode(self, value: Tensor, /, *_: Tensor) -> None:
         return None
 
     def decode(self, y: Tensor, /, *_: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Unnorm(Coding):
         results = {user.args[1]: user for user in norm.users}
         return *(results[at] for at in range(3)), norm.args[2], norm.args[3]  # type: ignore[return-value]
 
-    def encode(self, value: Tensor) -> None:
+    def encode(self, value: Tensor, /, *_: Tensor) -> None:
         return None
 
     def decode(self, y: Tensor, /, *beside: Tensor) -> Tensor:

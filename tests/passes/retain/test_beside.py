@@ -36,6 +36,26 @@ from tests.rewriting.cases import At, named
 NAMES = ("unsoft", "signed")
 
 
+def fit_halves(saved: codecs.Saved) -> Halves | None:
+    return Halves() if saved.node.target is aten.softplus.default else None
+
+
+@dataclass(frozen=True)
+class Halves(codecs.Coding):
+    nbytes = 512 * 64 * 2
+
+    def encode(self, value: Tensor) -> Tensor:
+        code: Tensor = aten._to_copy.default(value, dtype=torch.bfloat16)
+        return code
+
+    def decode(self, code: Tensor, /, *_: Tensor) -> Tensor:
+        value: Tensor = aten._to_copy.default(code, dtype=torch.float32)
+        return value
+
+
+HALVES = codecs.Codec("halves", 2.0**-8, fit_halves, serves=frozenset(codecs.Kind))
+
+
 @pytest.fixture(autouse=True)
 def _in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, UNSOFT, SIGNED, UNNORM))
@@ -109,8 +129,7 @@ def test_a_rerun_of_what_is_beside_is_the_same_value(name: str, route: str) -> N
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_is_beside_may_have_a_code_of_its_own(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read itself all the same, and waits whole."""
-    halves = codecs.Codec("halves", 2.0**-8, fit_halves, serves=frozenset(codecs.Kind))
-    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, halves))
+    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, HALVES))
     graph, inputs = captured(route, keep=False)
     storages, flow = inputs_of(graph), value_flow.read(graph, Numbers())
     outputs = [
@@ -125,31 +144,16 @@ def test_what_is_beside_may_have_a_code_of_its_own(route: str, monkeypatch: pyte
     assert measured == live_bytes(build_memory(after)).tolist()
 
 
-def fit_halves(saved: codecs.Saved) -> Halves | None:
-    return Halves() if saved.node.target is aten.softplus.default else None
-
-
-@dataclass(frozen=True)
-class Halves(codecs.Coding):
-    nbytes = 512 * 64 * 2
-
-    def encode(self, value: Tensor, /, *_: Tensor) -> Tensor:
-        code: Tensor = aten._to_copy.default(value, dtype=torch.bfloat16)
-        return code
-
-    def decode(self, code: Tensor, /, *_: Tensor) -> Tensor:
-        value: Tensor = aten._to_copy.default(code, dtype=torch.float32)
-        return value
-
-
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("route", ROUTES)
-def test_offers_are_what_codecs_write(route: str, keep: bool) -> None:
+def test_offers_are_what_codecs_write(route: str, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what is beside a value has a code of its own."""
+    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, HALVES))
     graph, _ = captured(route, keep=keep)
     order = [op.node.name for op in build_memory(graph).operators]
-    options = Options(memory_budget="min", codecs=NAMES)
+    options = Options(memory_budget="min", codecs=(*NAMES, "halves"))
     choice = Choice(graph, options, order, PROFILE, cost.prices(graph, PROFILE))
-    assert {code.codec for code in choice.codes} >= set(NAMES)
+    assert {code.codec for code in choice.codes} >= {*NAMES} | ({"halves"} if not keep else set())
     places = {
         code.storage: [at for at, one in enumerate(choice.codes) if one.storage == code.storage]
         for code in choice.codes
