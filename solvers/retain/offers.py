@@ -221,9 +221,7 @@ def check_offers(offers: Iterable[Offer], num_ops: int, num_buffers: int) -> Non
         reads = [buffer for each in offer.operators for buffer in each.reads]
         if not all(0 <= op < num_ops for op in ops):
             raise ValueError(f"offer {place} names an op out of range 0..{num_ops - 1}")
-        if not all(-num_made <= buffer < num_buffers for buffer in reads) or not (
-            min(served) >= 0 and max(served) < num_buffers
-        ):
+        if min(served) < 0 or not all(-num_made <= buffer < num_buffers for buffer in (*served, *reads)):
             raise ValueError(f"offer {place} names a buffer out of range 0..{num_buffers - 1}")
         entries = [own for *_, own in offer.instead]
         if not all(0 <= own < num_made for own in entries):

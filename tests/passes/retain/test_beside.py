@@ -44,7 +44,7 @@ def fit_halves(saved: codecs.Saved) -> Halves | None:
 class Halves(codecs.Coding):
     nbytes = 512 * 64 * 2
 
-    def encode(self, value: Tensor) -> Tensor:
+    def encode(self, value: Tensor, /, *_: Tensor) -> Tensor:
         code: Tensor = aten._to_copy.default(value, dtype=torch.bfloat16)
         return code
 
