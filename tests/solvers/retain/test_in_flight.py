@@ -13,7 +13,7 @@ from roamc.solvers.retain.bound import Bounds
 from roamc.solvers.retain.validate import RetainVerdict, schedule
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
-from tests.solvers.retain.cases import chain, in_flight, legal_sequence, offers_of, problems
+from tests.solvers.retain.cases import chain, in_flight, legal_sequence, of_several, offers_of, problems
 
 
 def alone(problem: RetainProblem) -> RetainProblem:
@@ -81,10 +81,11 @@ def test_fewer_bytes_are_saved_where_others_wait() -> None:
 def test_codes_that_the_others_need_are_kept() -> None:
     plain = in_flight(chain(4), 17, 3)
     sizes = plain.order.size.tolist()
-    offers = offers_of(
-        plain, [size // 2 for size in sizes], [0.2] * len(sizes), [op > 17 for op in range(plain.num_ops)]
-    )
-    problem = replace(plain, offers=tuple(offers))
+    late = [op > 17 for op in range(plain.num_ops)]
+    offers = offers_of(plain, [size // 2 for size in sizes], [0.2] * len(sizes), late)
+    several = of_several(plain, offers, late, random.Random(0))
+    assert several
+    problem = replace(plain, offers=(*several, *offers))
     choice = Choice(problem, EFFORT)
     whole = choice.solve(2**40)
     for percent in (80, 50):
