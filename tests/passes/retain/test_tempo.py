@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -244,19 +246,69 @@ def test_where_a_rerun_is_cheaper_it_is_not_taken() -> None:
     assert allowed.decisions["retain"] == exact.decisions["retain"]
 
 
-@pytest.mark.parametrize("budget", ["+1%", "+5%", "90%", "80%", "70%", "light", "min"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_whoever_allows_it_pays_no_more_time(keep: bool, budget: str) -> None:
-    plans = [
-        search.run(
-            step_graph(mlps("silu", keep=keep), tokens()), parse_options({"memory_budget": budget, "codecs": codecs})
-        ).plan
+def plans_of(model: nn.Module, x: Tensor, budget: str) -> tuple[Plan, Plan]:
+    """Without the codec and with it."""
+    exact, allowed = (
+        search.run(step_graph(model, x), parse_options({"memory_budget": budget, "codecs": codecs})).plan
         for codecs in ((), ("tempo",))
-    ]
-    exact, allowed = plans
-    if budget.endswith("%") and not budget.startswith("+"):
+    )
+    return exact, allowed
+
+
+@pytest.mark.parametrize("budget", ["95%", "90%", "80%", "70%", "light", "min"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_whoever_allows_it_pays_no_more(keep: bool, budget: str) -> None:
+    """Of time, or where the lowest peak is asked for, of bytes."""
+    exact, allowed = plans_of(mlps("silu", keep=keep), tokens(), budget)
+    if budget.endswith("%"):
         assert seconds_of(allowed) <= seconds_of(exact) * (1 + 1e-9)
-    assert allowed.peak_bytes <= exact.peak_bytes or seconds_of(allowed) <= seconds_of(exact) * (1 + 1e-9)
+    else:
+        assert allowed.peak_bytes <= exact.peak_bytes
+
+
+class RandomMlps(nn.Module):
+    """MLPs with random activations, of which some are kept, some read elsewhere, and random residuals and norms."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        draw = random.Random(seed)
+        self.width, self.recipe, self.parts = (
+            draw.choice([256, 384]),
+            list[tuple[str, str, bool, bool]](),
+            nn.ModuleList(),
+        )
+        self.first = nn.Linear(self.width, self.width)
+        for _ in range(draw.randint(3, 7)):
+            around, hidden = draw.choice(["plain", "plain", "norm", "dropout", "residual"]), draw.choice([1, 2, 4])
+            function = draw.choice(["gelu", "gelu_by_tanh", "silu", "tanh", "gelu"])
+            self.recipe.append((around, function, draw.random() < 0.6, draw.random() < 0.2))
+            up, down = nn.Linear(self.width, hidden * self.width), nn.Linear(hidden * self.width, self.width)
+            self.parts.append(nn.ModuleList([up, down, nn.LayerNorm(self.width)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        x = self.first(x)
+        for (around, function, keep, elsewhere), (up, down, norm) in zip(self.recipe, self.parts, strict=True):
+            inner = up(norm(x) if around == "norm" else x)
+            with roamc.keep() if keep else contextlib.nullcontext():
+                y = FUNCTIONS.get(function, torch.tanh)(inner)
+            if elsewhere:
+                y = y * inner.sigmoid()
+            y = F.dropout(down(y), 0.1) if around == "dropout" else down(y)
+            x = x + y if around in ("norm", "residual") else y
+        return x
+
+
+@pytest.mark.parametrize(("seed", "budget"), [(21, "80%"), (39, "80%"), (25, "60%"), (36, "70%"), (3, "light")])
+def test_random_nets_pay_no_more(seed: int, budget: str) -> None:
+    """With the first two, sets of all offers hide the answer that exact codecs alone give."""
+    model = RandomMlps(seed)
+    exact, allowed = plans_of(model, torch.randn(8, 64, model.width), budget)
+    if budget.endswith("%"):
+        assert seconds_of(allowed) <= seconds_of(exact) * (1 + 1e-9)
+    else:
+        assert allowed.peak_bytes <= exact.peak_bytes
 
 
 def test_a_plan_from_a_file_needs_the_name() -> None:
@@ -268,13 +320,15 @@ def test_a_plan_from_a_file_needs_the_name() -> None:
 
 
 def test_training_goes_as_it_does_exactly() -> None:
-    losses = {}
+    losses, used = {}, set[str]()
     for codecs in ((), ("tempo",)):
-        model = mlps(layers=2)
+        model = mlps()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         draw = torch.Generator().manual_seed(3)
         step = roamc.train_step(model, to_target, optimizer, memory_budget="light", codecs=codecs, strict=True)
-        losses[codecs] = [float(step(torch.randn(4, 32, 64, generator=draw))) for _ in range(300)]
+        losses[codecs] = [float(step(torch.randn(4, 128, 64, generator=draw))) for _ in range(300)]
+        used |= {code[1] for code in roamc.plans(step)[-1].decisions["retain"]["codes"]}
+    assert used == {"tempo"}
     exact, lossy = (torch.tensor(losses[codecs]) for codecs in ((), ("tempo",)))
     assert exact[-20:].mean() < 0.8 * exact[:20].mean()
     assert (exact - lossy).abs().max() <= 0.005
