@@ -126,8 +126,8 @@ class Codec:
 
     Attributes:
         name: the name in plans, reports and ``options.codecs``.
-        error: how far what readers make of the decoded value is off, as a share of its norm, for elements of N(0, 1);
-            0 for an exact codec.
+        error: 0 for an exact codec, which changes nothing of what ``keeps`` names. Else about the most by which results
+            of the readers that it ``serves`` are off, as a part of their norm; each codec says for which values.
         fit: returns the coding of a value; None if this codec does not apply to it.
         keeps: what decoding preserves of each element: its value, or only whether it is above zero. Operators that need
             more than that must not read the decoded tensor.
