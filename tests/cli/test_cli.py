@@ -154,6 +154,18 @@ def test_several_budgets_without_recomputation_have_no_added_time() -> None:
     assert (first.split()[0], first.count("%"), second.split()[0], second.count("%")) == ("+2%", 1, "100%", 1)
 
 
+def test_compact_takes_settings_beside_those_of_the_model() -> None:
+    def states(*settings: str) -> int:
+        sets = [word for setting in settings for word in ("--set", setting)]
+        plan = json.loads(run("plan", "gpt", *SMALL, "--optimizer", "compact", *sets, "--json").stdout)
+        nbytes: int = plan["fixed_bytes"]["optimizer state"]
+        return nbytes
+
+    assert states("rank=0.25", "dropout=0.1") == states() < states("rank=0.5", "basis=orthonormal")
+    assert "rank=0" in run("plan", "gpt", *SMALL, "--optimizer", "compact", "--set", "rank=0", code=1).stderr
+    assert "'rank'" in run("plan", "gpt", *SMALL, "--set", "rank=0.5", code=1).stderr, "AdamW has none"
+
+
 def test_optimizer_beside_that_of_the_function_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
