@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -41,8 +41,9 @@ from roamc.operators import ops
 from roamc.operators.ops import Need
 from roamc.operators.schemas import name_of
 from roamc.operators.table import Kind
-from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, shapes, usable
+from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, projections, shapes, usable
 from roamc.passes.retain.codecs.codec import Read
+from roamc.passes.retain.codecs.projections import Products, projection_of, views_of
 from roamc.rewriting.rerun_variants import must_stay
 from roamc.rewriting.versions import Versions
 
@@ -58,7 +59,8 @@ class Code(NamedTuple):
 
     Attributes:
         storage: name of the storage, as in the memory model.
-        codec: a name in ``CODECS``, or "shapes" if readers behind forward need only the shape.
+        codec: a name in ``CODECS``, "shapes" if readers behind forward need only the shape, or "projections" if they
+            only project.
         again: names of storages that readers behind forward get made again from the decoded value, see :func:`made_of`.
     """
 
@@ -150,8 +152,10 @@ def _unaliased(node: fx.Node) -> fx.Node:
     return node
 
 
-def coding_of(value: Value, name: str, kinds: ReaderKinds) -> tuple[Codec, Coding] | None:
-    """Return the codec called ``name`` and its coding of ``value``; None for the name "shapes", which keeps nothing.
+def coding_of(value: Value, name: str, kinds: ReaderKinds) -> tuple[Codec, Coding] | Products | None:
+    """Return the codec called ``name`` and its coding of ``value``.
+
+    For the name "projections" it is the products that move to forward, for "shapes", which keeps nothing, None.
 
     Args:
         value: the storage, with its readers.
@@ -161,8 +165,12 @@ def coding_of(value: Value, name: str, kinds: ReaderKinds) -> tuple[Codec, Codin
     Raises:
         PlanError: there is no codec ``name``, the codec does not fit ``value``, what it reads beside it is
             :func:`unfit`, a reader is of a kind that it does not serve, or ``name`` is "shapes" and a reader behind
-            forward looks at elements.
+            forward looks at elements, or "projections" and one does anything else than to project.
     """
+    if name == projections.NAME:
+        if (products := projected(value)) is None:
+            raise PlanError(f"what reads {value.storage.name} behind forward does more than to project it")
+        return products
     if name == shapes.NAME:
         if not value.saved.late:
             return None
@@ -190,6 +198,13 @@ def unserved(value: Value, codec: Codec, coding: Coding, kinds: ReaderKinds) -> 
             yield read, kind
 
 
+def projected(value: Value) -> Products | None:
+    """Return the products that can wait in the place of ``value``, see :mod:`.codecs.projections`; None if none can."""
+    products = projections.fit(value.saved)
+    made = [value.memory.storage_of(node) for node in products.nodes] if products is not None else []
+    return products if all(storage.place is Place.TEMPORARY for storage in made) else None
+
+
 def unfit(value: Value, beside: fx.Node) -> str:
     """Return why no codec of ``value`` may read ``beside`` as well, as the end of a sentence; "" if one may.
 
@@ -215,10 +230,11 @@ def unfit(value: Value, beside: fx.Node) -> str:
 
 def codings(
     value: Value, lossy: Collection[str] = (), kinds: ReaderKinds | None = None
-) -> Iterator[tuple[str, Coding | None]]:
+) -> Iterator[tuple[str, Coding | Products | None]]:
     """Yield name and coding of each codec that makes ``value`` smaller.
 
-    If no reader behind forward looks at an element, nothing is kept, and ("shapes", None) is all.
+    If no reader behind forward looks at an element, nothing is kept, and ("shapes", None) is all. If all that do are
+    products with projections, and what these make is smaller, ("projections", these products) comes first.
 
     Args:
         value: the storage, with its readers.
@@ -228,6 +244,9 @@ def codings(
     if not value.saved.late:
         yield shapes.NAME, None
         return
+    products = projected(value)
+    if products is not None and products.nbytes < value.storage.nbytes:
+        yield projections.NAME, products
     for codec in usable(lossy):
         coding = codec.fit(value.saved)
         if coding is None or coding.nbytes >= value.storage.nbytes:
@@ -246,10 +265,10 @@ def made_of(value: Value, codec: str, saved: Mapping[int, Value]) -> tuple[Value
 
     Args:
         value: the storage that has a code.
-        codec: the name of a codec, or "shapes".
+        codec: the name of a codec, "shapes" or "projections".
         saved: the values of the graph, see :func:`values`, by the index of their storages.
     """
-    if codec == shapes.NAME or codec_of(codec).error or codec_of(codec).keeps is not Need.ELEMENTS:
+    if codec in (shapes.NAME, projections.NAME) or codec_of(codec).error or codec_of(codec).keeps is not Need.ELEMENTS:
         return ()
     readers = dict.fromkeys(read.reader for read in value.saved.early)
     results = [saved.get(value.memory.owner.get((reader.name, 0), -1)) for reader in readers]
@@ -285,7 +304,8 @@ def compress(graph: TrainGraph, codes: Iterable[Code]) -> TrainGraph:
     saved = {value.storage.index: value for value in values(writer.memory)}
     by_name = {value.storage.name: value for value in saved.values()}
     encoded: set[str] = set()
-    kinds, chosen = ReaderKinds(graph), list[tuple[Value, tuple[Codec, Coding] | None, Sequence[Value]]]()
+    kinds = ReaderKinds(graph)
+    chosen: list[tuple[Value, tuple[Codec, Coding] | Products | None, Sequence[Value]]] = []
     for code in codes:
         for name in (code.storage, *code.again):
             if name in encoded:
@@ -324,21 +344,25 @@ class _Writer(Versions):
         self.shapes: dict[fx.Node, list[tuple[int, Value]]] = {}
         self.decoded: dict[fx.Node, fx.Node] = {}
 
-    def add(self, value: Value, chosen: tuple[Codec, Coding] | None, again: Sequence[Value] = ()) -> None:
+    def add(self, value: Value, chosen: tuple[Codec, Coding] | Products | None, again: Sequence[Value] = ()) -> None:
         """Insert the ``encode`` nodes of ``value`` behind its last reader in forward, and note its later readers.
 
         Args:
             value: the storage, with its readers.
-            chosen: codec and coding of the value; None if readers behind forward need only the shape.
+            chosen: codec and coding of the value, or products that move there; None if readers behind forward need only
+                the shape.
             again: values that readers behind forward get made again from the decoded value.
         """
         for read in value.shapes:
             self.shapes.setdefault(read.reader, []).append((read.position, value))
         if chosen is None:
             return
-        codec, coding = chosen
         node = value.saved.node
         last = max((node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
+        if isinstance(chosen, Products):
+            self._move(value, chosen, last)
+            return
+        codec, coding = chosen
         beside = coding.beside(node)
         encoded = [node, *beside[len(beside) - coding.shared :]]
         encode = recorded(coding, "encode", *map(geometry_of, encoded))
@@ -351,6 +375,28 @@ class _Writer(Versions):
         error = codec.error if coding.error is None else coding.error
         coded = value.storage.name, codec.name, error, codec.keeps, encode, decode, names, codec.served(coding)
         self.encodings.append(Encoding(*coded))
+
+    def _move(self, value: Value, products: Products, last: fx.Node) -> None:
+        """Insert products like those of backward, and their projections, behind the last reader in forward."""
+        made: dict[fx.Node, fx.Node] = {}
+
+        def again(node: fx.Node, *args: Any) -> fx.Node:
+            fresh = self.call(node.target, args, dict(node.kwargs), node, last.next)
+            fresh.meta |= {STORAGES: renewed(ids_of(node)), MARK: self._mark(value, "encode")}
+            self.phase[fresh.name] = Phase.FORWARD
+            return fresh
+
+        step = self.position[last]
+        for view in dict.fromkeys(view for each in products.nodes for view in views_of(each, value.saved.node)):
+            if self.position[view] > step:
+                last.append(view)
+                self.phase[view.name], last = Phase.FORWARD, view
+        for product in products.nodes:
+            p = projection_of(product)
+            if p not in made:
+                made[p] = last = again(p, *p.args)
+            last = again(product, product.args[0], made[p])
+            self._read_instead(product, last)
 
     def write(self) -> None:
         """Insert the ``decode`` nodes into the graph, and exchange arguments: the graph is changed in place.

@@ -23,6 +23,7 @@ from roamc.graph.reader_kinds import ReaderKinds
 from roamc.graph.storage_ids import number_result
 from roamc.options import Options
 from roamc.passes.retain.codecs import Coding
+from roamc.passes.retain.codecs.projections import Products, projection_of
 from roamc.passes.retain.compress import (
     Code,
     Geometry,
@@ -59,7 +60,7 @@ def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[t
     least = sum(storage.nbytes for storage in asked.memory.saved) // WORTH_SHARE
     saved = {value.storage.index: value for value in values(asked.memory) if writer.knows_readers(value)}
     kinds = ReaderKinds(asked.graph)
-    candidates: list[tuple[Value, str, Coding | None, Sequence[Value]]] = []
+    candidates: list[tuple[Value, str, Coding | Products | None, Sequence[Value]]] = []
     for value in (each for each in saved.values() if each.storage.nbytes > least):
         for name, coding in codings(value, options.codecs, kinds):
             if writer.in_time(value, coding):
@@ -127,8 +128,13 @@ class _Offers:
         self.step = {op: at for at, op in enumerate(asked.problem.sequence.tolist())}
         self.rows: dict[object, _Rows] = {}
 
-    def in_time(self, value: Value, coding: Coding | None) -> bool:
-        """Whether all that ``coding`` reads beside the storage is made in front of the first reader behind forward."""
+    def in_time(self, value: Value, coding: Coding | Products | None) -> bool:
+        """Whether all that ``coding`` reads beside the storage is made in front of the first reader behind forward.
+
+        Of products that are to move: whether they are left out, where they are, once nobody reads them there.
+        """
+        if isinstance(coding, Products):
+            return all(self.asked.problem.idle[self.operator[node.name]] for node in coding.nodes)
         beside = () if coding is None else coding.beside(value.saved.node)
         producers = [self.asked.memory.storage_of(node).producer for node in beside]
         makers = [self.asked.memory.operators[producer].node.name for producer in producers if producer >= 0]
@@ -148,12 +154,14 @@ class _Offers:
         memory = self.asked.memory
         return read == {memory.operators[user].node.name for user in memory.uses[value.storage.index]}
 
-    def offer(self, value: Value, coding: Coding | None, again: Sequence[Value], place: tuple[int, int]) -> Offer:
+    def offer(
+        self, value: Value, coding: Coding | Products | None, again: Sequence[Value], place: tuple[int, int]
+    ) -> Offer:
         """Return the offer of a coding of ``value``, or of stand-ins alone.
 
         Args:
             value: the storage, with its readers.
-            coding: the coding; None if readers behind forward need only the shape.
+            coding: the coding, or products that move to forward; None if readers behind forward need only the shape.
             again: what readers behind forward get made again from the decoded value.
             place: the number of this offer, and how many there are: of two codecs at one place the graph has the later
                 ``encode`` first, and the later ``decode`` last.
@@ -161,8 +169,13 @@ class _Offers:
         source = self.buffer[value.storage.index]
         extras: list[Extra] = []
         instead: list[tuple[int, int, int]] = []
-        nbytes = 0
-        if coding is not None:
+        nbytes, saves = 0, tuple[float, ...]()
+        if isinstance(coding, Products):
+            moved = self._moved(value, coding, place)
+            nbytes, saves = moved.nbytes, moved.saves
+            extras += moved.operators
+            instead += moved.instead
+        elif coding is not None:
             rows = self._coding_rows(value, coding)
             nbytes = rows.nbytes
             front = self.operator[min(late_readers(value, again), key=self.position.__getitem__).name]
@@ -177,7 +190,7 @@ class _Offers:
             anchor = self.operator[reader.name]
             extras.append(_placed(row, Part.STAND_IN, anchor, sum(place), ()))
             instead.append((anchor, source, own))
-        return Offer(source, nbytes, tuple(extras), tuple(dict.fromkeys(instead)))
+        return Offer(source, nbytes, tuple(extras), tuple(dict.fromkeys(instead)), saves)
 
     def _source(self, node: fx.Node) -> _Source:
         storage = self.asked.memory.storage_of(node)
@@ -198,15 +211,53 @@ class _Offers:
 
     def _coded(self, value: Value, rows: _Rows, coding: Coding, front: int, place: tuple[int, int]) -> Iterator[Extra]:
         """The operators that encode and decode ``value``."""
-        at, count = place
         sources = [self._source(node) for node in (value.saved.node, *coding.beside(value.saved.node))]
+        for row in rows.encode:
+            yield _placed(row, Part.ENCODE, *self._behind(value, place), sources)
+        for row in rows.decode:
+            yield _placed(row, Part.DECODE, front, place[0], sources)
+
+    def _behind(self, value: Value, place: tuple[int, int]) -> tuple[int, int]:
+        """Where operators that encode ``value`` stand: anchor and rank, as in :class:`Extra`."""
+        at, count = place
         last = max((value.saved.node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
         producer = self.asked.memory.operators[value.storage.producer].node
-        behind = self.operator[producer.name if last is value.saved.node else last.name]
-        for row in rows.encode:
-            yield _placed(row, Part.ENCODE, behind, (self.position[last] + 1) * count - at, sources)
-        for row in rows.decode:
-            yield _placed(row, Part.DECODE, front, at, sources)
+        anchor = self.operator[producer.name if last is value.saved.node else last.name]
+        return anchor, (self.position[last] + 1) * count - at
+
+    def _moved(self, value: Value, products: Products, place: tuple[int, int]) -> Offer:
+        """The offer that makes products in forward: no other may serve those that are left out where they are."""
+        source, behind = self.buffer[value.storage.index], self._behind(value, place)
+        extras: list[Extra] = []
+        instead: list[tuple[int, int, int]] = []
+        made: dict[fx.Node, int] = {}
+        for node in products.nodes:
+            p = projection_of(node)
+            if p not in made:
+                made[p] = len(extras)
+                extras.append(self._like(p, (), behind))
+            own, op = len(extras), self.operator[node.name]
+            extras.append(self._like(node, (source, ~made[p]), behind))
+            buffer, users = self._result(node)
+            instead += [(op, source, own), *((user, buffer, own) for user in users)]
+        left = [self.operator[node.name] for node in products.nodes]
+        left += [self.operator[p.name] for p in made if self._result(p)[1] <= {*left}]
+        saves = tuple(float(self.asked.problem.seconds[op]) for op in left)
+        return Offer(source, products.nbytes, tuple(extras), tuple(instead), saves)
+
+    def _like(self, node: fx.Node, reads: tuple[int, ...], behind: tuple[int, int]) -> Extra:
+        """An operator for forward like ``node``, which has one result."""
+        problem, op, (buffer, _) = self.asked.problem, self.operator[node.name], self._result(node)
+        result = Result(int(problem.order.size[buffer]), bool(problem.droppable[buffer]))
+        seconds, workspace = float(problem.seconds[op]), int(problem.order.workspace[op])
+        return Extra(Part.ENCODE, *behind, seconds, workspace, bool(problem.repeatable[op]), reads, (result,))
+
+    def _result(self, node: fx.Node) -> tuple[int, set[int]]:
+        """The buffer that ``node`` makes, and the operators that use it."""
+        memory = self.asked.memory
+        storage = memory.storage_of(node).index
+        users = (memory.operators[user].node.name for user in memory.uses[storage])
+        return self.buffer[storage], {self.operator[name] for name in users}
 
     def _coding_rows(self, value: Value, coding: Coding) -> _Rows:
         """The operators of ``coding`` for the geometry of ``value``; found once for all equal ones."""

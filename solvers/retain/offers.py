@@ -94,17 +94,19 @@ class Offer:
     nbytes: bytes that wait in its place, for all readers of what is made of the form.
     operators: what is added to the schedule, in program order within each part.
     instead: (reader, k, i) for each reader of buffer k that reads entry i of `made` in its place; mostly k is `buffer`.
+    saves: seconds of each operator that is left out because the offer makes its results.
     """
 
     buffer: BufferIndex
     nbytes: Bytes
     operators: tuple[Extra, ...]
     instead: tuple[tuple[OpIndex, BufferIndex, int], ...]
+    saves: tuple[Seconds, ...] = ()
 
     @cached_property
     def seconds(self) -> Seconds:
-        """Seconds that the first runs of its operators take."""
-        return math.fsum(each.seconds for each in self.operators)
+        """Seconds that the first runs of its operators take, without those of operators that are left out."""
+        return math.fsum((*(each.seconds for each in self.operators), *(-each for each in self.saves)))
 
     @cached_property
     def made(self) -> tuple[Result, ...]:
@@ -121,7 +123,7 @@ class Offer:
         """The seconds of its operators, divided among the buffers whose readers it serves.
 
         An operator that makes what only readers of other buffers read is for the first of these; all others, and those
-        that make the form, are for `buffer`.
+        that make the form, are for `buffer`, and so is what is saved.
         """
         maker = [number for number, each in enumerate(self.operators) for _ in each.makes]
         served = (self.buffer, *self.others)
@@ -129,6 +131,7 @@ class Offer:
         for _, k, own in sorted(self.instead, key=lambda read: served.index(read[1])):
             first.setdefault(maker[own], k)
         shares: dict[BufferIndex, list[Seconds]] = {k: [] for k in served}
+        shares[self.buffer] += [-each for each in self.saves]
         for number, each in enumerate(self.operators):
             shares[first.get(number, self.buffer)].append(each.seconds)
         return {k: math.fsum(row) for k, row in shares.items()}

@@ -304,6 +304,17 @@ def test_what_is_made_early_waits_in_the_place_of_what_it_is_made_of() -> None:
     assert 0.49 < solution.bound_seconds <= 0.5, "20 bytes of the form wait, where buffer 0 would"
 
 
+def test_an_offer_costs_no_more_than_what_it_adds_to_what_is_left_out() -> None:
+    problem = projected()
+    offer = dataclasses.replace(problem.offers[0], saves=(0.4,))
+    assert offer.seconds == pytest.approx(0.1)
+    assert offer.shares == pytest.approx({0: 0.1, 4: 0.0})
+    solution = Choice(dataclasses.replace(problem, offers=(offer,))).solve(231)
+    assert solution.taken == (0,)
+    assert solution.seconds == pytest.approx(0.1)
+    assert 0.09 < solution.bound_seconds <= 0.1 + 1e-9
+
+
 def test_readers_of_several_buffers_read_what_one_form_gives() -> None:
     """Operator 4 stays if it must, and reads buffer 0 decoded."""
     order = encoded(projected(idle=False), (1,)).problem.order
