@@ -8,6 +8,7 @@
 
 ``w`` has ``n`` columns, ``g`` and ``z`` have ``r``. All products of one ``x`` and ``p`` read one ``z``. It stands where
 the first of them does, in backward: so it never has to be kept for backward, as ``x`` or what ``x`` is made of has.
+Where it is better that ``z`` waits than that ``x`` does or runs again, pass ``retain`` makes ``z`` in forward.
 
 A product of three matrices in another order is another order of sums, which ``numerics="exact"`` allows nowhere else.
 Here the user asks for it: there are projections only in the steps of :class:`roamc.optim.CompAct`, whose definition

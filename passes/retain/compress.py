@@ -18,6 +18,9 @@ is exact, the operator may run a second time on the decoded value instead, for t
     y = native_dropout_backward(s, mask, scale)         mask_1 = decode(code)
     ...                                                 y_1 = native_dropout_backward(s, mask_1, scale)
     dv = bmm(y.T, g)                                    dv = bmm(y_1.T, g)
+
+Of a value that readers behind forward only project, the projections are made in forward, and wait in its place: see
+:mod:`roamc.passes.retain.codecs.projections`. Nothing is decoded.
 """
 
 from __future__ import annotations
@@ -201,8 +204,8 @@ def unserved(value: Value, codec: Codec, coding: Coding, kinds: ReaderKinds) -> 
 def projected(value: Value) -> Products | None:
     """Return the products that can wait in the place of ``value``, see :mod:`.codecs.projections`; None if none can."""
     products = projections.fit(value.saved)
-    made = [value.memory.storage_of(node) for node in products.nodes] if products is not None else []
-    return products if all(storage.place is Place.TEMPORARY for storage in made) else None
+    results = [value.memory.storage_of(node) for node in products.nodes] if products is not None else []
+    return products if all(storage.place is Place.TEMPORARY for storage in results) else None
 
 
 def unfit(value: Value, beside: fx.Node) -> str:
@@ -360,7 +363,7 @@ class _Writer(Versions):
         node = value.saved.node
         last = max((node, *(read.reader for read in value.saved.early)), key=self.position.__getitem__)
         if isinstance(chosen, Products):
-            self._move(value, chosen, last)
+            self._project(value, chosen, last)
             return
         codec, coding = chosen
         beside = coding.beside(node)
@@ -376,26 +379,26 @@ class _Writer(Versions):
         coded = value.storage.name, codec.name, error, codec.keeps, encode, decode, names, codec.served(coding)
         self.encodings.append(Encoding(*coded))
 
-    def _move(self, value: Value, products: Products, last: fx.Node) -> None:
-        """Insert products like those of backward, and their projections, behind the last reader in forward."""
-        made: dict[fx.Node, fx.Node] = {}
-
-        def again(node: fx.Node, *args: Any) -> fx.Node:
-            fresh = self.call(node.target, args, dict(node.kwargs), node, last.next)
-            fresh.meta |= {STORAGES: renewed(ids_of(node)), MARK: self._mark(value, "encode")}
-            self.phase[fresh.name] = Phase.FORWARD
-            return fresh
-
-        step = self.position[last]
+    def _project(self, value: Value, products: Products, last: fx.Node) -> None:
+        """Insert products like those of backward, and what they multiply by, behind the last reader in forward."""
+        step, mark = self.position[last], self._mark(value, "encode")
         for view in dict.fromkeys(view for each in products.nodes for view in views_of(each, value.saved.node)):
             if self.position[view] > step:
                 last.append(view)
                 self.phase[view.name], last = Phase.FORWARD, view
+
+        def again(node: fx.Node, *args: Any) -> fx.Node:
+            fresh = self.call(node.target, args, dict(node.kwargs), node, last.next)
+            fresh.meta |= {STORAGES: renewed(ids_of(node))}
+            self._note(fresh, value.saved.node, mark, Phase.FORWARD)
+            return fresh
+
+        early: dict[fx.Node, fx.Node] = {}
         for product in products.nodes:
             p = projection_of(product)
-            if p not in made:
-                made[p] = last = again(p, *p.args)
-            last = again(product, product.args[0], made[p])
+            if p not in early:
+                early[p] = last = again(p, *p.args)
+            last = again(product, product.args[0], early[p])
             self._read_instead(product, last)
 
     def write(self) -> None:
@@ -459,10 +462,14 @@ class _Writer(Versions):
             nodes, result = copy_into(self.graph.graph, self.mode, recorded, sources, f"{like.name}_{mark.role}")
         for node in nodes:
             node.name = self.names.fresh(f"{like.name}_{mark.role}")
-            node.meta |= {key: like.meta[key] for key in ("stack_trace",) if key in like.meta}
-            node.meta[MARK] = mark
-            self.phase[node.name] = self.graph.phase[phase_of.name]
+            self._note(node, like, mark, self.graph.phase[phase_of.name])
         return result
+
+    def _note(self, node: fx.Node, like: fx.Node, mark: Mark, phase: Phase) -> None:
+        """Note what a new node is for, where it runs, and that it belongs to the line of ``like``."""
+        node.meta |= {key: like.meta[key] for key in ("stack_trace",) if key in like.meta}
+        node.meta[MARK] = mark
+        self.phase[node.name] = phase
 
 
 def late_readers(value: Value, again: Sequence[Value]) -> list[fx.Node]:

@@ -26,7 +26,7 @@ class Decision:
             hold for these operators.
         codes: (storage, codec, bytes of the storage, bytes of its code, predicted seconds that this adds, storages that
             readers behind forward get made again from what is decoded) for each storage that readers behind forward get
-            decoded. ``reruns`` are of the graph with codecs.
+            decoded, or read the projections of. ``reruns`` are of the graph with codecs.
         once: (gather, gather of forward) for each gather behind forward that does not run, as its readers read what is
             gathered in forward. ``codes`` and ``reruns`` are of the graph without these.
         sequence: names of all operators and reruns in the order that the solver had, in which the peak is

@@ -171,10 +171,10 @@ class _Offers:
         instead: list[tuple[int, int, int]] = []
         nbytes, saves = 0, tuple[float, ...]()
         if isinstance(coding, Products):
-            moved = self._moved(value, coding, place)
-            nbytes, saves = moved.nbytes, moved.saves
-            extras += moved.operators
-            instead += moved.instead
+            early = self._projected(value, coding, place)
+            nbytes, saves = early.nbytes, early.saves
+            extras += early.operators
+            instead += early.instead
         elif coding is not None:
             rows = self._coding_rows(value, coding)
             nbytes = rows.nbytes
@@ -225,23 +225,23 @@ class _Offers:
         anchor = self.operator[producer.name if last is value.saved.node else last.name]
         return anchor, (self.position[last] + 1) * count - at
 
-    def _moved(self, value: Value, products: Products, place: tuple[int, int]) -> Offer:
+    def _projected(self, value: Value, products: Products, place: tuple[int, int]) -> Offer:
         """The offer that makes products in forward: no other may serve those that are left out where they are."""
         source, behind = self.buffer[value.storage.index], self._behind(value, place)
         extras: list[Extra] = []
         instead: list[tuple[int, int, int]] = []
-        made: dict[fx.Node, int] = {}
+        entries: dict[fx.Node, int] = {}
         for node in products.nodes:
             p = projection_of(node)
-            if p not in made:
-                made[p] = len(extras)
+            if p not in entries:
+                entries[p] = len(extras)
                 extras.append(self._like(p, (), behind))
             own, op = len(extras), self.operator[node.name]
-            extras.append(self._like(node, (source, ~made[p]), behind))
+            extras.append(self._like(node, (source, ~entries[p]), behind))
             buffer, users = self._result(node)
             instead += [(op, source, own), *((user, buffer, own) for user in users)]
         left = [self.operator[node.name] for node in products.nodes]
-        left += [self.operator[p.name] for p in made if self._result(p)[1] <= {*left}]
+        left += [self.operator[p.name] for p in entries if self._result(p)[1] <= {*left}]
         saves = tuple(float(self.asked.problem.seconds[op]) for op in left)
         return Offer(source, products.nbytes, tuple(extras), tuple(instead), saves)
 

@@ -1,7 +1,7 @@
 """Smaller forms in which a value can wait for its readers in backward; one file each.
 
 Read ``codec.py`` for the interface. A new codec is a file with a function that says where it fits, and a row here.
-``shapes.py`` is for readers that need no element at all.
+``shapes.py`` is for readers that need no element at all, ``projections.py`` for those that project.
 """
 
 from __future__ import annotations

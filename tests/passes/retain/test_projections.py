@@ -85,8 +85,8 @@ def test_offers_are_what_is_written(allowed: str, disable: tuple[str, ...]) -> N
 
 def test_offers_cost_the_projections_that_are_made_once_more() -> None:
     choice = choice_of(step_graph()[0])
-    made = [node for node in choice.graph.graph.nodes if node.target is projection]
-    seconds = {node.meta["val"].shape[0]: choice.prices[node.name] for node in made}
+    all_projections = [node for node in choice.graph.graph.nodes if node.target is projection]
+    seconds = {node.meta["val"].shape[0]: choice.prices[node.name] for node in all_projections}
     assert seconds.keys() == {WIDTH, WIDTH // 2}
     for offer in choice.search.problem.offers:
         assert offer.seconds == pytest.approx(sum(seconds.values())), "products run once, with or without the offer"
