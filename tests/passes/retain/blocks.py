@@ -34,20 +34,38 @@ class GPTBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, width) to the same."""
         with self.rest():
-            parts = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+            inner = self.norm1(x)
+        mixed = self.attention(inner)
+        with self.rest():
+            x = x + F.dropout(self.proj(mixed.transpose(1, 2).flatten(2)), DROPOUT)
+            return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")), DROPOUT)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """(batch, sequence, width) to (batch, heads, sequence, width / heads), in front of the projection."""
+        with self.rest():
+            parts = self.qkv(x).chunk(3, dim=-1)
             q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
             if not self.fused:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         weights = None if self.fused else self.core(q, k)
         with self.rest():
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True) if weights is None else weights @ v
-            x = x + F.dropout(self.proj(mixed.transpose(1, 2).flatten(2)), DROPOUT)
-            return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")), DROPOUT)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True) if weights is None else weights @ v
 
     def core(self, q: Tensor, k: Tensor) -> Tensor:
         """The weights of the values: (batch, heads, sequence, sequence)."""
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         return F.dropout(torch.softmax(scores, dim=-1), DROPOUT)
+
+
+class BertBlock(GPTBlock):
+    """The same layers with norms behind the sums, and the GELU of the error function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, width) to the same."""
+        mixed = self.attention(x)
+        with self.rest():
+            x = self.norm1(x + F.dropout(self.proj(mixed.transpose(1, 2).flatten(2)), DROPOUT))
+            return self.norm2(x + F.dropout(self.down(F.gelu(self.up(x))), DROPOUT))
 
 
 class LlamaBlock(nn.Module):

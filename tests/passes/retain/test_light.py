@@ -69,6 +69,11 @@ def test_blocks_save_what_exact_recomputation_leaves(name: str) -> None:
     assert all(again(each) for each in light)
 
 
+def test_a_hundredth_of_the_time_leaves_little_more() -> None:
+    planned = [blocks_planned("gpt, fused attention", layers, "+1%") for layers in (2, 3)]
+    assert saved_a_layer(planned) <= 21.6
+
+
 @pytest.mark.parametrize("route", ["step", "joint"])
 @pytest.mark.parametrize("name", ["nanogpt-dropout", "mobilenetv2"])
 def test_nothing_heavy_runs_again_and_no_bit_changes(name: str, route: str) -> None:
