@@ -53,6 +53,7 @@ class Versions:
         self.views: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self.first: dict[fx.Node, fx.Node] = {}
         self.makers = {op.node.name: op.node for op in self.memory.operators}
+        self._idle = {node.name for node in graph.graph.nodes if not node.users}
 
     def redirect(self, node: fx.Node, versions: Mapping[fx.Node, fx.Node]) -> None:
         """Replace the arguments of ``node`` by other versions, in place.
@@ -125,8 +126,11 @@ class Versions:
         return inserted
 
     def finished(self) -> TrainGraph:
-        """Erase nodes without readers, and return the graph, :func:`up_to_date`. Gradients and effects stay."""
-        erase_dead(self.graph.graph, set(self.graph.gradients))
+        """Erase nodes that have lost their readers, and return the graph, :func:`up_to_date`.
+
+        Gradients and effects stay, and so does what nothing has read before, such as a count of steps for codecs.
+        """
+        erase_dead(self.graph.graph, {*self.graph.gradients, *self._idle})
         return up_to_date(self.graph, self.phase)
 
 

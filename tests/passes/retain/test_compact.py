@@ -202,3 +202,12 @@ def test_settings_may_stand_in_a_dict_and_are_checked_in_plans() -> None:
     text = plan.to_json().replace("compact:rank=0.25", "compact:rank=0.0")
     with pytest.raises(PlanError, match="the rank of compact"):
         search.run(graph(), search.options_of({"codecs": "compact"}), Plan.from_json(text))
+
+
+def test_exact_codes_are_written_where_nothing_is_projected() -> None:
+    """The program counts its steps all the same: the solver's sequence has that operator."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh())))
+    step = captured_step(model, (torch.randn(256, 64),), loss, torch.optim.SGD).graph
+    plan = search.run(step, search.options_of({"memory_budget": "light", "codecs": "compact:rank=64"})).plan
+    assert {code[1] for code in plan.decisions["retain"]["codes"]} == {"bits"}
