@@ -32,6 +32,8 @@ class Decision:
         sequence: names of all operators and reruns in the order that the solver had, in which the peak is
             ``peak_bytes``: where pass reorder begins to search. It is no part of a plan, which has the order that
             reorder decided; a decision from a plan, or of a graph that keeps its order, has none.
+        offered: (codec, number of storages that it could keep smaller) for each codec with an error that the options
+            name. It is no part of a plan either, which has a note.
     """
 
     reruns: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...], Seconds], ...]
@@ -43,6 +45,7 @@ class Decision:
     codes: tuple[tuple[str, str, Bytes, Bytes, Seconds, tuple[str, ...]], ...] = ()
     once: tuple[tuple[str, str], ...] = ()
     sequence: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata=NOT_DATA)
+    offered: tuple[tuple[str, int], ...] = field(default=(), compare=False, repr=False, metadata=NOT_DATA)
 
 
 NOTHING = Decision((), 0, 0.0, 0.0, "optimal", "all")

@@ -90,6 +90,7 @@ class Choice:
         offers = tuple(offer for _, offer in rows)
         self.asked = dataclasses.replace(plain, problem=dataclasses.replace(plain.problem, offers=offers))
         exact = sum(code.codec not in options.codecs for code in self.codes)
+        self._fits = tuple((name, sum(code.codec == name for code in self.codes)) for name in options.codecs)
         self.search = solver.Choice(self.asked.problem, first=exact)
         self._written: dict[tuple[int, ...], Question] = {(): plain}
 
@@ -194,6 +195,7 @@ class Choice:
             ),
             once=self.once,
             sequence=() if keeps_order(self.options) else tuple(sequence),
+            offered=self._fits,
         )
 
     def _judge(self, solution: RetainSolution, written: Question, target: Bytes) -> None:

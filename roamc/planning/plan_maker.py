@@ -227,7 +227,10 @@ class PlanMaker:
         layout_judge.check_layout(end.graph)
         if self.runner.plan is None and step_seconds:
             step_seconds -= _hidden_seconds(end)
-        plan = plan_of(end, self.fingerprint, self.options.limit_bytes, step_seconds, self.eager_needs, self.effort)
+        decided = self.runner.plan is None and retain.NAME in end.decisions
+        codecs = self.options.codecs if decided else ()
+        limit = self.options.limit_bytes
+        plan = plan_of(end, self.fingerprint, limit, step_seconds, self.eager_needs, self.effort, codecs)
         plan.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
         return Planned(end.graph, plan)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from roamc.graph.memory import Place, Storage, build_memory, input_bytes
 from roamc.graph.rewrite import value_of
 from roamc.operators.fused import Fused
 from roamc.passes import layout, reorder, retain
-from roamc.planning import other_orders
+from roamc.planning import codec_notes, other_orders
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
@@ -65,6 +65,7 @@ def plan_of(
     step_seconds: Seconds,
     eager_needs: Bytes,
     effort: Effort = EFFORT,
+    codecs: Collection[str] = (),
 ) -> Plan:
     """Write the plan of a graph behind the whole pipeline.
 
@@ -75,12 +76,14 @@ def plan_of(
         step_seconds: predicted time of a step in which nothing is recomputed; 0 without a budget.
         eager_needs: bytes that eager PyTorch takes at its worst step, see :attr:`Plan.baseline_needed_bytes`.
         effort: how far above its bound a peak may be and count as optimal.
+        codecs: names of the codecs with an error that pass retain could decide on.
     """
     graph, decisions = end.graph, end.decisions
     placed: layout.Decision = decisions[layout.NAME]
     ordered: reorder.Decision | None = decisions.get(reorder.NAME)
     retain_decision: retain.Decision = decisions.get(retain.NAME, retain.NOTHING)
     peak_bytes, bound_bytes = placed.peak_bytes, ordered.bound_bytes if ordered else 0
+    coded = [(storage, codec) for storage, codec, *_ in retain_decision.codes]
     statuses = {placed.status, ordered.status if ordered else "gap"}
     if peak_bytes > bound_bytes * (1 + effort.padding_share):
         statuses.add("gap")
@@ -107,7 +110,12 @@ def plan_of(
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
         fixed_bytes=input_bytes(graph),
         decisions={name: decode.plain(decision) for name, decision in decisions.items()},
-        notes=(*graph.notes, *assumed(graph), *other_orders.note(ordered, placed)),
+        notes=(
+            *graph.notes,
+            *assumed(graph),
+            *codec_notes.notes(graph, coded, dict(retain_decision.offered), codecs),
+            *other_orders.note(ordered, placed),
+        ),
         seconds=dict(end.seconds),
     )
 

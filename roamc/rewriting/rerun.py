@@ -51,6 +51,13 @@ def rerun(graph: TrainGraph, reruns: Iterable[Rerun]) -> TrainGraph:
     return changed.replace(encodings=tuple(_of_versions(changed))) if changed.encodings else changed
 
 
+def encodings_of(graph: TrainGraph) -> dict[tuple[str, str], Encoding]:
+    """Return the encodings of ``graph`` by storage and codec; a storage has the name of its operator's first run."""
+    firsts = {node.name: str(node.meta.get("again", node.name)) for node in graph.graph.nodes}
+    named = ((each, maker_of(each.storage)) for each in graph.encodings)
+    return {(firsts.get(maker, maker) + one.storage.removeprefix(maker), one.codec): one for one, maker in named}
+
+
 def _of_versions(graph: TrainGraph) -> Iterator[Encoding]:
     """The encodings of ``graph``, one for each run of what is encoded and beside it: any of these may be the first."""
     runs: dict[str, list[str]] = {}

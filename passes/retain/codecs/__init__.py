@@ -25,7 +25,7 @@ CODECS: tuple[Codec, ...] = (
     Codec("bits", 0.0, bits.fit),
     Codec("signs", 0.0, signs.fit, Need.SIGN),
     Codec("integers", 0.0, integers.fit),
-    Codec("tempo", tempo.ERROR, _tempo, serves=frozenset({Kind.SLOPE, Kind.NORM})),
+    Codec("tempo", max(tempo.ERRORS.values()), _tempo, serves=frozenset({Kind.SLOPE, Kind.NORM})),
     compact.CODEC,
 )
 """All codecs. An exact codec (``error`` 0) changes nothing that its readers look at; one with an error is used only

@@ -5,10 +5,8 @@
 
 Named after Andoorveedu et al., "Tempo: Accelerating Transformer-Based Model Training through Memory Footprint
 Reduction", NeurIPS 2022, section 3.1; inputs are found otherwise, see :mod:`roamc.operators.activations`. The slopes at
-them are off by 1.3e-6 of their norm in float32, and by 2.5e-3 and 6e-4 in bfloat16 and float16, for x of N(0, 1). So
-the only readers that get such an input are backwards of the same function.
-
-Inputs of norms are in :mod:`roamc.passes.retain.codecs.norms`.
+them are off by :data:`ERRORS`, so the only readers that get such an input are backwards of the same function. Inputs of
+norms, the paper's section 3.2, are in :mod:`roamc.passes.retain.codecs.norms`.
 """
 
 from __future__ import annotations
@@ -27,14 +25,15 @@ from roamc.operators import ops
 from roamc.operators.activations import ACTIVATIONS, TAKEN, activation_input
 from roamc.operators.fused import Fused
 from roamc.operators.schemas import argument_of
+from roamc.operators.table import Kind
 from roamc.passes.retain.codecs.bits import Bits, bits_of
 from roamc.passes.retain.codecs.codec import Coding, Saved
 from roamc.units import Bytes
 
 aten = torch.ops.aten
 
-ERROR = 0.003
-"""The most by which slopes are off, as a part of their norm, for inputs of N(0, 1): that of SiLU in bfloat16."""
+ERRORS = {torch.float32: 1.3e-6, torch.bfloat16: 2.5e-3, torch.float16: 6e-4}
+"""Dtype to the most by which slopes of any activation are off, as a part of their norm, for inputs of N(0, 1)."""
 
 FORWARD: dict[object, tuple[str, int]] = {aten.gelu.default: ("gelu", 0), aten.silu.default: ("silu", 0)}
 BACKWARD: dict[object, tuple[str, int]] = {
@@ -51,15 +50,27 @@ class Tempo(Coding):
     Attributes:
         mask: the coding of the bool tensor that is True right of the minimum.
         function: a name in :data:`roamc.operators.activations.ACTIVATIONS`.
+        dtype: of the inputs.
     """
 
     mask: Bits
     function: str
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> Bytes:
         """Bytes of the code: one bit for each element, rounded up to whole bytes."""
         return self.mask.nbytes
+
+    @property
+    def serves(self) -> frozenset[Kind]:
+        """Backwards of activations."""
+        return frozenset({Kind.SLOPE})
+
+    @property
+    def error(self) -> float:
+        """Of slopes, as a part of their norm, for inputs of N(0, 1)."""
+        return ERRORS[self.dtype]
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the output of the activation that reads ``node``."""
@@ -101,7 +112,7 @@ def fit(saved: Saved) -> Tempo | None:
     late = {read.reader for read in saved.late}
     slopes = {_function(read, BACKWARD) for read in _reads(saved.node) if read.node in late}
     function = slopes.pop() if len(slopes) == 1 else ""
-    coding = Tempo(bits_of(saved.tensor), function)
+    coding = Tempo(bits_of(saved.tensor), function, saved.tensor.dtype)
     return coding if function and coding.beside(saved.node) else None
 
 
