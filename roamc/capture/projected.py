@@ -22,7 +22,7 @@ from roamc.capture.optimizers import Group, Rule, shape_of
 from roamc.errors import CaptureError
 from roamc.graph.rewrite import Writer
 from roamc.operators import ops
-from roamc.operators.projection import projection
+from roamc.operators.projection import OF, projection
 
 aten = torch.ops.aten
 
@@ -103,6 +103,7 @@ def project(
                 projections[key] = p, writer.call(aten.t.default, p)
             p, states["projection"] = projections[key]
             results[name] = writer.call(aten.mm.default, grad, p)
+            results[name].meta[OF] = name
     writer.like = None
     whole = tuple(name for name in wanted if _input_of(gradients[name]) is None)
     return Projected(results, streams, whole)

@@ -259,6 +259,12 @@ counted: OpOverload = torch.ops.roamc.projection.counted
 count: OpOverload = torch.ops.roamc.count.default
 """``roamc::count(program)``: how often ``program`` has counted before. No generator moves."""
 
+PROJECTIONS = (projection, counted)
+"""The operators that make a projection."""
+
+OF = "weight"
+"""Key in ``node.meta`` of a projected gradient; the value is the user's name of the weight."""
+
 KERNELS: dict[OpOverload, Callable[..., None]] = {
     projection: write_projection,
     counted: write_projection,

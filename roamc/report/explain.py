@@ -25,6 +25,7 @@ from roamc.planning.planned import Planned
 from roamc.report.curve import Curve
 from roamc.report.fused import Grouped, grouped
 from roamc.report.origin import origin, parameter_names
+from roamc.report.projected import ProjectedWeight, projected
 from roamc.report.rerun import Dropped, Smaller, dropped, smaller
 from roamc.units import Bytes
 
@@ -134,6 +135,7 @@ class Explanation:
         allocating: operators without an ``out=`` form, most bytes first.
         dropped: what is made again to keep the budget, most bytes first.
         smaller: what is kept in fewer bytes to keep the budget, those first that save most.
+        projected: weights whose gradients are made in a subspace, in the sequence in which these are made.
         grouped: operators that run as one, those with most bytes inside first.
         candidates: (algorithm, peak in bytes) of every order that was tried, lowest first.
         order: name of the candidate that was taken; empty without pass ``reorder``.
@@ -149,6 +151,7 @@ class Explanation:
     allocating: tuple[Allocating, ...]
     dropped: tuple[Dropped, ...] = ()
     smaller: tuple[Smaller, ...] = ()
+    projected: tuple[ProjectedWeight, ...] = ()
     grouped: tuple[Grouped, ...] = ()
     candidates: tuple[tuple[str, Bytes], ...] = ()
     order: str = ""
@@ -167,7 +170,7 @@ class Explanation:
             data[key] = dataclasses.asdict(data[key])
             data[key]["groups"] = [dataclasses.asdict(group) for group in groups(getattr(self, key))][:top]
             data[key]["storages"] = data[key]["storages"][:top]
-        for key in ("allocating", "dropped", "smaller", "grouped"):
+        for key in ("allocating", "dropped", "smaller", "projected", "grouped"):
             data[key] = [dataclasses.asdict(item) for item in data[key]]
         data["curve"] = dataclasses.asdict(self.curve) if self.curve else None
         if not self.source:
@@ -195,6 +198,7 @@ def explain(eager: Peak, planned: Planned, lives: Lives, source: str = "", curve
         allocating=allocating(planned.graph),
         dropped=dropped(planned.graph, planned.plan),
         smaller=smaller(planned.graph, planned.plan),
+        projected=projected(planned.graph, planned.plan),
         grouped=grouped(planned.graph),
         candidates=tuple(sorted(candidates, key=lambda item: item[1])),
         order=str(order.get("algorithm", "")),

@@ -66,6 +66,7 @@ def render(picture: Picture) -> str:
         stages=text.stage_times(plan.seconds),
         peaks={"eager": report.eager, "planned": report.planned},
         groups=groups(report.planned),
+        tables=text.tables(report),
         kinds=[kind for kind in KINDS if picture.before.by_kind[kind].any() or picture.after.by_kind[kind].any()],
         meaning=MEANING,
         charts=charts(picture),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from roamc.graph import TrainGraph, operators
+from roamc.graph import Encoding, TrainGraph, operators, output_node
 from roamc.graph.memory import build_memory
 from roamc.passes.retain.compress import MARK, Mark
 from roamc.planning.plan import Plan
 from roamc.report.origin import origin, parameter_names
+from roamc.rewriting.rerun import encodings_of
 from roamc.units import Bytes, Seconds
 
 
@@ -41,23 +43,31 @@ class Smaller:
         source: line of the model, as :func:`roamc.report.origin.origin` gives it.
         operator: name of the operator, such as ``aten.native_dropout.default``.
         codec: name of the codec.
+        readers: the kinds of readers that the codec, which has an error, may decode for, such as ``"slope"``; empty
+            for an exact codec.
         count: number of storages.
         before: bytes of all of them.
         after: bytes of their codes.
         seconds: predicted time of encoding and decoding them.
+        bits: those of the codes for each element.
+        error: the most by which what these readers make is off, see :class:`roamc.passes.retain.codecs.Codec`; 0 for an
+            exact codec.
     """
 
     source: str
     operator: str
     codec: str
+    readers: str
     count: int
     before: Bytes
     after: Bytes
     seconds: Seconds
+    bits: float
+    error: float
 
 
 def smaller(graph: TrainGraph, plan: Plan) -> tuple[Smaller, ...]:
-    """Return what codecs keep smaller, by line of the model, operator and codec; first what saves the most bytes.
+    """Return what codecs keep smaller, by line, operator, codec and readers; first what saves the most bytes.
 
     Args:
         graph: the planned graph, with the codecs' operators.
@@ -69,13 +79,24 @@ def smaller(graph: TrainGraph, plan: Plan) -> tuple[Smaller, ...]:
         mark: Mark | None = node.meta.get(MARK)
         if mark is not None:
             marks.setdefault(mark.storage, (origin(node, graph.phase[node.name], names), mark.operator))
-    totals: dict[tuple[str, str, str], Smaller] = {}
+    encodings = encodings_of(graph)
+    totals: dict[tuple[str, str, str, str], Smaller] = {}
     for storage, codec, before, after, seconds, _ in plan.decisions.get("retain", {}).get("codes", ()):
-        key = (*marks.get(storage, ("", "")), codec)
-        old = totals.get(key, Smaller(*key, 0, 0, 0, 0.0))
+        encoding = encodings.get((storage, codec))  # there is none where nothing waits
+        error = encoding.error if encoding else 0.0
+        kinds = sorted(kind.value for kind in encoding.serves) if encoding and error else []
+        bits = 8 * after / _elements(encoding) if encoding else 0.0
+        key = (*marks.get(storage, ("", "")), codec, ", ".join(kinds))
+        old = totals.get(key, Smaller(*key, 0, 0, 0, 0.0, 0.0, 0.0))
         total = old.before + before, old.after + after, old.seconds + seconds
-        totals[key] = Smaller(*key, old.count + 1, *total)
+        bits = (old.bits * old.before + bits * before) / total[0]
+        totals[key] = Smaller(*key, old.count + 1, *total, bits, max(old.error, error))
     return tuple(sorted(totals.values(), key=lambda item: (item.after - item.before, item.source, item.operator)))
+
+
+def _elements(encoding: Encoding) -> int:
+    decoded: Any = output_node(encoding.decode).args[0]
+    return int(decoded.meta["val"].numel())
 
 
 def dropped(graph: TrainGraph, plan: Plan) -> tuple[Dropped, ...]:

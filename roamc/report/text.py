@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
@@ -16,6 +17,7 @@ from roamc.report.explain import Allocating, Explanation, Peak, groups
 from roamc.report.frontier import Point
 from roamc.report.fused import Grouped
 from roamc.report.kernels import KernelReport
+from roamc.report.projected import WAITS
 from roamc.units import Bytes, Seconds, format_bytes, format_parts
 
 BAR = 20
@@ -35,6 +37,7 @@ STAGES = (
     "async_tp",
     "padding",
     "products",
+    "count",
     "fuse",
     "retain",
     "reorder",
@@ -46,6 +49,25 @@ STAGES = (
     "emit",
 )
 """The order in which times are shown; any other stage comes last."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A table, those rows first that matter most.
+
+    Attributes:
+        title: what it lists.
+        headings: of its columns.
+        right: which columns are numbers.
+        rows: the texts of each row.
+        sizes: the bytes of each row.
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    right: tuple[int, ...]
+    rows: Sequence[tuple[str, ...]]
+    sizes: Sequence[Bytes]
 
 
 def console() -> Console:
@@ -75,8 +97,8 @@ def show_explanation(out: Console, report: Explanation, top: int) -> None:
     kept = "same graph, program order, gradients kept to the end"
     _show_peak(out, f"peak of {report.plan.name} as planned{one}", report.planned, top)
     _show_peak(out, f"peak of eager PyTorch: {kept}{one}", report.eager, top)
-    _show_dropped(out, report, top)
-    _show_smaller(out, report, top)
+    for listed in tables(report):
+        _show_listed(out, listed, top)
     _show_grouped(out, report.grouped, top)
     _show_allocating(out, report.allocating, top)
     _show_orders(out, report)
@@ -301,44 +323,76 @@ def _show_rest(out: Console, sizes: list[Bytes]) -> None:
         out.print(f"and {len(sizes)} more, {format_bytes(sum(sizes))}", markup=False)
 
 
-def _show_dropped(out: Console, report: Explanation, top: int) -> None:
-    if not report.dropped:
-        return
-    _heading(out, "recomputed to fit the budget")
-    rows = [
+def tables(report: Explanation) -> tuple[Listed, ...]:
+    """Return what ``report`` lists of values that do not simply wait for backward, without empty lists."""
+    step_seconds = report.plan.step_seconds
+    dropped = [
         (
             format_bytes(d.nbytes),
             str(d.count),
             str(d.runs),
-            f"{d.seconds / report.plan.step_seconds:.2%}",
+            f"{d.seconds / step_seconds:.2%}",
             short(d.operator),
             d.source,
         )
-        for d in report.dropped[:top]
+        for d in report.dropped
     ]
-    show_rows(out, ("bytes", "storages", "runs", "of a step", "operator", "line"), rows, right=(0, 1, 2, 3))
-    _show_rest(out, [d.nbytes for d in report.dropped[top:]])
-
-
-def _show_smaller(out: Console, report: Explanation, top: int) -> None:
-    if not report.smaller:
-        return
-    _heading(out, "encoded to fit the budget")
-    rows = [
+    smaller = [
         (
             format_bytes(s.before),
             format_bytes(s.after),
+            f"{s.bits:.3g}",
             str(s.count),
-            f"{s.seconds / report.plan.step_seconds:.2%}",
+            f"{s.seconds / step_seconds:.2%}",
             s.codec,
+            s.readers,
+            f"{s.error:.2g}" if s.error else "",
             short(s.operator),
             s.source,
         )
-        for s in report.smaller[:top]
+        for s in report.smaller
     ]
-    headings = ("bytes", "encoded", "storages", "of a step", "codec", "operator", "line")
-    show_rows(out, headings, rows, right=(0, 1, 2, 3))
-    _show_rest(out, [s.before for s in report.smaller[top:]])
+    projected = [
+        (
+            p.name,
+            f"{p.rank} of {p.columns}",
+            format_bytes(p.gradient_bytes),
+            format_bytes(p.state_bytes),
+            WAITS[p.waits],
+            p.source,
+        )
+        for p in report.projected
+    ]
+    listed = (
+        Listed(
+            "recomputed to fit the budget",
+            ("bytes", "storages", "runs", "of a step", "operator", "line"),
+            (0, 1, 2, 3),
+            dropped,
+            [d.nbytes for d in report.dropped],
+        ),
+        Listed(
+            "encoded to fit the budget",
+            ("bytes", "encoded", "bits", "storages", "of a step", "codec", "readers", "error", "operator", "line"),
+            (0, 1, 2, 3, 4, 7),
+            smaller,
+            [s.before for s in report.smaller],
+        ),
+        Listed(
+            "projected: gradients that are never whole",
+            ("weight", "columns", "gradient", "states", "what waits", "input's line"),
+            (1, 2, 3),
+            projected,
+            [p.gradient_bytes for p in report.projected],
+        ),
+    )
+    return tuple(each for each in listed if each.rows)
+
+
+def _show_listed(out: Console, listed: Listed, top: int) -> None:
+    _heading(out, listed.title)
+    show_rows(out, listed.headings, listed.rows[:top], right=listed.right)
+    _show_rest(out, list(listed.sizes[top:]))
 
 
 def _show_grouped(out: Console, grouped: tuple[Grouped, ...], top: int) -> None:
