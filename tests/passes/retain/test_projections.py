@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import roamc
 from roamc import cost
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph
+from roamc.frontends.workload import Workload, capture
+from roamc.graph import Role, TrainGraph, copied, placeholders
 from roamc.graph.memory import build_memory
 from roamc.operators.projection import projection
 from roamc.optim import CompAct
 from roamc.options import Options, parse_options
-from roamc.passes import normalize, project
+from roamc.passes import checkpoint, normalize, project
 from roamc.passes.retain import Choice, Code, compress, search
 from roamc.passes.retain.codecs import projections
-from roamc.passes.retain.compress import values
+from roamc.passes.retain.compress import projected, values
 from roamc.planning import search as planning
 from roamc.planning.plan import Plan
 from tests.graphs import aten, graph_and_inputs
@@ -43,7 +47,18 @@ class Layer(nn.Module):
         return self.whole(x) + self.halves(x.unflatten(-1, (2, -1))).flatten(-2)
 
 
-def chain(layers: int = 4) -> tuple[nn.Module, Tensor]:
+class Checkpointed(nn.Module):
+    """Layers that keep nothing but their input."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
+
+
+def chain(layers: int = 4) -> tuple[nn.Sequential, Tensor]:
     """Layers without an activation: nothing but gradients of weights reads their inputs behind forward."""
     torch.manual_seed(0)
     return nn.Sequential(*(Layer() for _ in range(layers))), torch.randn(4, ROWS // 4, WIDTH)
@@ -57,9 +72,14 @@ def step_graph(optimizer: Callable[..., torch.optim.Optimizer] = compact) -> tup
     """The graph in front of pass retain, and inputs."""
     model, x = chain()
     graph, inputs = graph_and_inputs(model, (x,), squares, "step", optimizer)
+    return ready(graph), inputs
+
+
+def ready(graph: TrainGraph) -> TrainGraph:
+    """The graph behind the passes in front of retain that matter here."""
     for each in (normalize, project):
         graph = each.apply(graph, each.decide(graph, Options()))
-    return graph, inputs
+    return graph
 
 
 def choice_of(graph: TrainGraph, allowed: str = "all", **options: Any) -> Choice:
@@ -150,9 +170,99 @@ def test_a_plan_from_a_file_holds_it() -> None:
     assert planning.run(graphs[1], options, plan).plan.decisions == plan.decisions
 
 
+def test_what_a_checkpoint_runs_again_is_not_offered() -> None:
+    """Of two layers, the first runs again and reads its input; what it makes for the second is not there before."""
+    model, x = chain()
+    again = nn.Sequential(Checkpointed(model[:2]), Checkpointed(model[2:]))
+    graph, _ = graph_and_inputs(again, (x,), squares, "step", compact)
+    graph = checkpoint.apply(graph, checkpoint.decide(graph, Options()))
+    assert not moved(choice_of(ready(graph)))
+
+
 def test_what_is_not_only_projected_is_refused_by_name() -> None:
     graph, _ = step_graph(torch.optim.AdamW)
     assert not moved(choice_of(graph))
     name = next(value.storage.name for value in values(build_memory(graph)) if value.saved.late)
     with pytest.raises(PlanError, match=f"what reads {name} behind forward does more than to project it"):
         compress(graph, [Code(name, projections.NAME)])
+
+
+class Llama(nn.Module):
+    """Logits of a LLaMA whose head is its embedding, or not."""
+
+    def __init__(self, **settings: Any) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        self.model = LlamaForCausalLM(LlamaConfig(use_cache=False, **settings))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens).logits
+        return logits
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def llama(batch: int, length: int, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, Tensor]:
+    """On the meta device."""
+    with torch.device("meta"):
+        return Llama(**settings).to(dtype), torch.empty(batch, length, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("share", [2, 4, 8])
+def test_bytes_of_a_llama_of_350_million_weights(share: int) -> None:
+    """Two of its 24 equal layers, 128 sequences of 256 tokens, 16 bits: the table of CompAct's paper, exactly.
+
+    One product for all that read one input: 24 layers need 3.504, 1.752 and 0.876 of the 7.008 GiB of inputs, and their
+    gradients, with the embedding's, 0.393, 0.255 and 0.185 of 0.670 GB.
+    """
+    n, m, layers, vocab = 1024, 2736, 2, 32_000
+    sizes = {"hidden_size": n, "intermediate_size": m, "num_hidden_layers": layers, "num_attention_heads": 16}
+    model, batch = llama(128, 256, torch.bfloat16, vocab_size=vocab, tie_word_embeddings=True, **sizes)
+    captured = capture(Workload("llama", model, (batch,), next_token, partial(CompAct, rank=1 / share)))
+    graph = ready(captured)
+    codes = [Code(value.storage.name, projections.NAME) for value in values(build_memory(graph)) if projected(value)]
+    assert len(codes) == 3 * layers
+    before, after = build_memory(graph), build_memory(compress(copied(graph), codes))
+    inputs = 2 * 128 * 256 * (2 * n + m) * layers
+    assert 12 * inputs / 2**30 == pytest.approx(7.008, abs=1e-3)
+    saved = [sum(storage.nbytes for storage in memory.saved) for memory in (before, after)]
+    assert saved[0] - saved[1] == inputs - inputs // share
+    dense = n * n + 2 * n
+    gradients = 2 * (layers * (dense + (3 * n * n + 2 * m * n + n * m) // share) + n + vocab * n)
+    assert sum(storage.nbytes for storage in after.storages if storage.gradient) == gradients
+    states = [
+        node
+        for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True)
+        if port.role is Role.OPTIMIZER_STATE
+    ]
+    moments = sum(node.meta["val"].numel() * node.meta["val"].itemsize for node in states if node.meta["val"].dim())
+    assert moments == 2 * gradients
+
+
+BYTES = {1 / 2: (117.3e6, 82e6), 1 / 4: (102.3e6, 76e6), 1 / 8: (94.8e6, 73e6)}
+"""Rank to the most that peak and fixed bytes may take together, without a budget and under "light"."""
+
+
+def small_plan(rank: float | None, **options: Any) -> Plan:
+    """The plan of a LLaMA of 4 layers of width 256, for 8 sequences of 128 tokens; all linear layers are projected."""
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model, batch = llama(8, 128, vocab_size=256, **sizes)
+    dense = torch.optim.AdamW(model.parameters())
+    optimizer = dense if rank is None else CompAct(model.named_parameters(), rank=rank, dense=("embed", "head"))
+    return roamc.plan(model, batch, loss_fn=next_token, optimizer=optimizer, profile="cpu", **options)
+
+
+@pytest.mark.parametrize("rank", BYTES)
+def test_peak_and_states_of_a_small_llama(rank: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where inputs run again for less than products wait, an offer of these changes no plan."""
+    for limit, options in zip(BYTES[rank], ({}, {"memory_budget": "light"}), strict=True):
+        plan = small_plan(rank, **options)
+        assert plan.peak_bytes + sum(plan.fixed_bytes.values()) <= limit, options
+        assert plan.peak_bytes <= small_plan(None, **options).peak_bytes, options
+    monkeypatch.setattr(search, "offered", lambda *_: [])
+    without = small_plan(rank, memory_budget="light")
+    assert plan.peak_bytes <= without.peak_bytes
+    assert seconds_of(plan) <= seconds_of(without) * (1 + 1e-9)
