@@ -21,6 +21,7 @@ from roamc.graph.memory import fills_storage
 from roamc.operators.norm_inputs import MOST, lost_columns, norm_input
 from roamc.operators.table import Kind
 from roamc.passes.retain.codecs.codec import Coding, Saved
+from roamc.passes.retain.codecs.readings import readings
 from roamc.units import Bytes
 
 aten = torch.ops.aten
@@ -118,14 +119,20 @@ _Parts = tuple[fx.Node, fx.Node | None, fx.Node, fx.Node, fx.Node | None]
 
 def _norm(node: fx.Node) -> _Parts | None:
     """The first norm along the last dimension alone, with a weight, that reads ``node``, if all its parts are there."""
-    for user in node.users:
-        layer = user.target is aten.native_layer_norm.default
-        if not layer and user.target is not aten._fused_rms_norm.default:
+    for read in readings(node):
+        call = read.call
+        layer = call.target is aten.native_layer_norm.default
+        if not layer and call.target is not aten._fused_rms_norm.default:
             continue
-        _, sizes, weight, bias = (*user.args, None)[:4]
-        picks = {pick.args[1]: pick for pick in user.users if pick.target is getitem}
-        if user.args[0] is not node or len(sizes) != 1 or weight is None or len(picks) < (3 if layer else 2):  # type: ignore[arg-type]
+        value, sizes, weight, bias = (*call.args, None)[:4]
+        same = read.argument.meta["val"].shape == node.meta["val"].shape and read.argument.meta["val"].is_contiguous()
+        if value is not read.argument or not same or len(sizes) != 1 or weight is None:  # type: ignore[arg-type]
             continue
-        mean, rstd = (picks[1], picks[2]) if layer else (None, picks[1])
-        return picks[0], mean, rstd, weight, bias if layer else None  # type: ignore[return-value]
+        picks = {pick.args[1]: read.outside(pick) for pick in call.users if pick.target is getitem}
+        result, *statistics = (picks.get(at) for at in range(3 if layer else 2))
+        parameters = [read.outside(each) for each in (weight, bias if layer else None) if each is not None]  # type: ignore[arg-type]
+        if result is None or None in (*statistics, *parameters):
+            continue
+        mean, rstd = (None, *statistics)[-2:]
+        return result, mean, rstd, *(*parameters, None)[:2]  # type: ignore[return-value]
     return None

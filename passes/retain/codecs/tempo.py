@@ -11,23 +11,19 @@ norms, the paper's section 3.2, are in :mod:`roamc.passes.retain.codecs.norms`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import getitem
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from roamc.graph import placeholders
 from roamc.graph.memory import fills_storage
-from roamc.operators import ops
 from roamc.operators.activations import ACTIVATIONS, TAKEN, activation_input
-from roamc.operators.fused import Fused
 from roamc.operators.schemas import argument_of
 from roamc.operators.table import Kind
 from roamc.passes.retain.codecs.bits import Bits, bits_of
 from roamc.passes.retain.codecs.codec import Coding, Saved
+from roamc.passes.retain.codecs.readings import Reading, readings
 from roamc.units import Bytes
 
 aten = torch.ops.aten
@@ -74,7 +70,7 @@ class Tempo(Coding):
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the output of the activation that reads ``node``."""
-        outputs = (_output(read) for read in _reads(node) if _function(read, FORWARD) == self.function)
+        outputs = (_output(read) for read in readings(node) if _function(read, FORWARD) == self.function)
         return tuple(y for y in outputs if y is not None)[:1]
 
     def encode(self, value: Tensor, /, *_: Tensor) -> Tensor:
@@ -88,20 +84,6 @@ class Tempo(Coding):
         return x
 
 
-class _Reading(NamedTuple):
-    """An operator that reads a value.
-
-    Attributes:
-        node: the node of the operator, or of the group that it is a member of.
-        call: the node of the operator, in the body of the group if it is a member of one.
-        argument: what it reads: the value or a view of it.
-    """
-
-    node: fx.Node
-    call: fx.Node
-    argument: fx.Node
-
-
 def fit(saved: Saved) -> Tempo | None:
     """Return the coding of a value that an activation reads and of which backward only takes its slope; else None.
 
@@ -110,25 +92,13 @@ def fit(saved: Saved) -> Tempo | None:
     if saved.tensor.dtype not in TAKEN or not fills_storage(saved.tensor):
         return None
     late = {read.reader for read in saved.late}
-    slopes = {_function(read, BACKWARD) for read in _reads(saved.node) if read.node in late}
+    slopes = {_function(read, BACKWARD) for read in readings(saved.node) if read.node in late}
     function = slopes.pop() if len(slopes) == 1 else ""
     coding = Tempo(bits_of(saved.tensor), function, saved.tensor.dtype)
     return coding if function and coding.beside(saved.node) else None
 
 
-def _reads(node: fx.Node) -> Iterator[_Reading]:
-    for user in node.users:
-        if ops.is_view(user.target):
-            yield from _reads(user)
-        elif isinstance(user.target, Fused):
-            inside = zip(placeholders(user.target.body), user.args, strict=True)
-            members = [read for own, argument in inside if argument is node for read in _reads(own)]
-            yield from (read._replace(node=user) for read in members)
-        elif user.op == "call_function":
-            yield _Reading(user, user, node)
-
-
-def _function(read: _Reading, stems: Mapping[object, tuple[str, int]]) -> str:
+def _function(read: Reading, stems: Mapping[object, tuple[str, int]]) -> str:
     """The activation that an operator of ``stems`` is or derives, if what it reads is the activation's input; or ""."""
     call = read.call
     stem, position = stems.get(call.target, ("", 0))
@@ -138,17 +108,10 @@ def _function(read: _Reading, stems: Mapping[object, tuple[str, int]]) -> str:
     return f"{stem}_by_tanh" if by_tanh else stem
 
 
-def _output(read: _Reading) -> fx.Node | None:
+def _output(read: Reading) -> fx.Node | None:
     """The output of an activation as a node of the graph; None unless it is there and lies like its input."""
     x, y = read.argument.meta["val"], read.call.meta["val"]
     pairs = zip(y.shape, x.stride(), y.stride(), strict=True)
     if x.storage_offset() or not fills_storage(y) or any(a != b for size, a, b in pairs if size != 1):
         return None
-    group = read.node.target
-    if not isinstance(group, Fused):
-        return read.call
-    results = group.results
-    if read.call not in results:
-        return None
-    picks = [user for user in read.node.users if user.target is getitem and user.args[1] == results.index(read.call)]
-    return next(iter(picks), None) if isinstance(read.node.meta["val"], list | tuple) else read.node
+    return read.outside(read.call)

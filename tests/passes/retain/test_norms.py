@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import roamc
+from roamc.frontends.workload import Workload, capture
+from roamc.graph import value_flow
+from roamc.graph.memory import build_memory
+from roamc.graph.reader_kinds import ReaderKinds
+from roamc.graph.value_numbers import Numbers
+from roamc.options import parse_options
+from roamc.passes import fuse
+from roamc.passes.retain import Code, compress
+from roamc.passes.retain.codecs.norms import Norm
+from roamc.passes.retain.compress import codings, values
 from roamc.planning.plan import Plan
+from tests.passes.retain.blocks import BertBlock, GPTBlock
 
 
 class Norms(nn.Module):
@@ -90,3 +101,23 @@ def test_weights_that_lose_too_many_columns_are_refused_in_forward() -> None:
     with pytest.raises(RuntimeError, match=r"codecs='tempo'.*norm over 64 columns.*leave 'tempo' out"):
         planned(x)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(("block", "count"), [(GPTBlock, 3), (BertBlock, 4)])
+def test_norms_inside_kernels_of_a_gpu_have_their_inputs_from_their_outputs(block: type[GPTBlock], count: int) -> None:
+    """Planned without one: the group that sums up a residual stream makes the norm of the sum as well."""
+    model = nn.Sequential(*(block(64, 4, fused=True) for _ in range(2))).to(torch.bfloat16)
+    workload = Workload("gpu", model, (torch.randn(4, 128, 64, dtype=torch.bfloat16),), loss)
+    graph = capture(workload, forward_backward=False, device=torch.device("cuda", 0))
+    flow = value_flow.read(graph, Numbers())
+    grouped = fuse.apply(graph, fuse.decide(graph, parse_options({"numerics": "fast", "profile": "h100"})))
+    kinds = ReaderKinds(grouped)
+    fitting = {
+        value.storage.name: coding
+        for value in values(build_memory(grouped))
+        for name, coding in codings(value, ["tempo"], kinds)
+        if name == "tempo" and isinstance(coding, Norm)
+    }
+    assert len(fitting) == count  # the first norm of GPT reads the batch
+    after = compress(grouped, [Code(name, "tempo") for name in fitting])
+    value_flow.check(after, flow, "retain", ["tempo"], fast=True)

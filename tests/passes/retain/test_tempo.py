@@ -25,6 +25,7 @@ from roamc.options import Options, parse_options
 from roamc.passes import fuse
 from roamc.passes.fuse import Effort, choose, estimates
 from roamc.passes.retain import Code, compress
+from roamc.passes.retain.codecs.tempo import Tempo
 from roamc.passes.retain.compress import codings, values
 from roamc.planning import search
 from roamc.planning.plan import Plan
@@ -68,9 +69,9 @@ def tokens(batch: int = 4) -> Tensor:
 
 
 def fitting(graph: TrainGraph) -> list[str]:
-    """The storages of which inputs are made again."""
+    """The storages that are made again as inputs of an activation."""
     memory = build_memory(graph)
-    return [value.storage.name for value in values(memory) if "tempo" in dict(codings(value, ["tempo"]))]
+    return [v.storage.name for v in values(memory) if isinstance(dict(codings(v, ["tempo"])).get("tempo"), Tempo)]
 
 
 def offered(function: Callable[[nn.Module, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> int:
