@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import budget, gpu_table, kept, order_layout, planning, retain_rivals, shard_table, summary
+from benchmarks import budget, gpu_table, kept, order_layout, planning, retain_rivals, seeds_table, shard_table, summary
 from benchmarks._measure import HERE, RESULTS
 from benchmarks.summary import Cells, Rows, markdown, megabytes
 from roamc.operators.gpu.ahead import TARGETS
@@ -39,8 +39,9 @@ def short() -> str:
         summary.kept(_rows_of("kept")),
         _saving(order),
         summary.rivals(_rows_of("retain_rivals")),
+        seeds_table.programs(_rows_of("seeds")),
     ]
-    return "\n".join("\n".join((*part, "")) for part in parts).rstrip()
+    return "\n".join("\n".join((*part, "")) for part in parts if part).rstrip()
 
 
 def example() -> str:
@@ -544,6 +545,8 @@ SECTIONS: tuple[tuple[str, Callable[[Rows], list[str]]], ...] = (
     ("cost", _cost),
     ("order_layout", _order_layout),
     ("retain_rivals", _retain_rivals),
+    ("seeds", seeds_table.programs),
+    ("seeds_loss", seeds_table.losses),
 )
 """Name of a file of results, and what the page of all tables shows of it."""
 

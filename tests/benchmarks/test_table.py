@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks import collectives, summary, table
+from benchmarks import collectives, seeds_table, summary, table
 from benchmarks._measure import HERE
 
 ROW = {"model": "gpt", "dtype": "float32", "kind": "optimize 50%", "budget": 100}
@@ -50,3 +50,23 @@ def test_collectives_are_counted_by_split_and_way() -> None:
     assert [collectives.sound(row) for row in rows] == [True, False, True, False]
     assert not collectives.sound({**other, "unwaited": 0})
     assert not collectives.sound({**measured, "as_first": False})
+
+
+def test_programs_of_the_seeds_are_compared_with_eager() -> None:
+    eager = {"model": "bert", "kind": "eager", "measured": 200_000_000, "states": 80_000_000, "time": 1.0, "error": 0.0}
+    other = {**eager, "kind": "train_step both@light", "measured": 50_000_000, "time": 1.234, "error": 8.1e-7}
+    assert seeds_table.programs([eager, other])[-2:] == [
+        "| bert | eager | 200.0 | 1.000 | 80.0 | 1.00 | 0 |",
+        "| bert | train_step both@light | 50.0 | 0.250 | 80.0 | 1.23 | 8e-07 |",
+    ]
+    assert seeds_table.programs([]) == []
+
+
+def test_losses_of_the_seeds_have_a_gap_to_dense() -> None:
+    dense = {"kind": "dense", "rate": 2.5e-3, "rest": 1e-2, "losses": [2.0, 2.1, 2.2], "steps": 1000, "gap": 0.0}
+    text = seeds_table.losses([dense, {**dense, "kind": "n/4", "losses": [2.1, 2.2, 2.3], "gap": 0.1}])
+    assert "after 1,000 steps, mean of 3 seeds" in text[0]
+    assert text[-2:] == [
+        "| dense | 2.100 | 2.000 to 2.200 | – | 0.0025 | 0.01 |",
+        "| n/4 | 2.200 | 2.100 to 2.300 | +0.100 | 0.0025 | 0.01 |",
+    ]
