@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ __all__ = ["CompAct"]
 
 DENSE = ("embed", "head", "o_proj")
 """Parts of the names of weights that are not projected, by default: those of the paper."""
+
+log = logging.getLogger(__name__)
 
 _REFUSED = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
 
@@ -63,6 +66,8 @@ class CompAct(torch.optim.Optimizer):
     Raises:
         OptionError: a setting is out of its range, or a weight has fewer columns than ``rank``; names it.
     """
+
+    _told = False
 
     def __init__(
         self,
@@ -136,6 +141,12 @@ class CompAct(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._told and any(group["streams"] for group in self.param_groups):
+            self._told = True
+            log.info(
+                "CompAct.step() was given whole gradients: they and activations are dense here, and states alone are "
+                "smaller; a step of roamc.train_step makes projected gradients without whole ones"
+            )
         latest: dict[tuple[object, ...], Tensor] = {}
         for group in self.param_groups:
             streams: Iterable[int | None] = group["streams"] or [None] * len(group["params"])

@@ -166,6 +166,16 @@ def test_compact_takes_settings_beside_those_of_the_model() -> None:
     assert "'rank'" in run("plan", "gpt", *SMALL, "--set", "rank=0.5", code=1).stderr, "AdamW has none"
 
 
+def test_codecs_are_planned_without_a_gpu_and_bad_ones_are_errors() -> None:
+    how = ("plan", "gpt", *SMALL, "--optimizer", "compact", "--set", "rank=0.25", "--device", "cuda")
+    for codec, name in (("tempo", "tempo"), ("compact:rank=1/8", "compact:rank=0.125")):
+        assert f"note: codec {name}" in run(*how, "--option", f"codecs={codec}").stdout
+    for codec in ("compact:rank=0", "compact:rank=1.5", "tempo:rank=1", "temp"):
+        assert run(*how, "--option", f"codecs={codec}", code=1).stderr.startswith("error: codecs: ")
+    for setting in ("rank=1.5", "rank=True", "every=0", "basis=gauss"):
+        assert "CompAct" in run("plan", "gpt", *SMALL, "--optimizer", "compact", "--set", setting, code=1).stderr
+
+
 def test_optimizer_beside_that_of_the_function_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
