@@ -14,10 +14,10 @@ def programs(rows: Rows) -> list[str]:
         return []
     eager = {row["model"]: row["measured"] for row in rows if row["kind"] == "eager"}
     return [
-        "Tempo and CompAct (n/4): their layers as published, by hand, and `train_step` of the model as it is, exact, with "
-        '`codecs="tempo"`, with `roamc.optim.CompAct`, and with both; behind `@` stands `memory_budget`. Peak of a step '
-        "above parameters, optimizer state and batch, counted under malloc, and the optimizer's states (MB); step time "
-        "to eager's, one thread; error of all gradients that are not projected, as a share of their norm:",
+        "Tempo and CompAct (n/4): their layers as published, by hand, and `train_step` of the model as it is, exact, "
+        'with `codecs="tempo"`, with `roamc.optim.CompAct`, and with both; behind `@` stands `memory_budget`. Peak of '
+        "a step above parameters, optimizer state and batch, counted under malloc, and the optimizer's states (MB); "
+        "step time to eager's, one thread; error of all gradients that are not projected, as a share of their norm:",
         "",
         *markdown(
             "model | program | peak | / eager | states | time / eager | error",
