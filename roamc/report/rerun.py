@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from roamc.graph import Encoding, TrainGraph, operators, output_node
 from roamc.graph.memory import build_memory
 from roamc.passes.retain.compress import MARK, Mark
@@ -75,17 +77,20 @@ def smaller(graph: TrainGraph, plan: Plan) -> tuple[Smaller, ...]:
     """
     names = parameter_names(graph)
     marks: dict[str, tuple[str, str]] = {}
+    widths: dict[str, int] = {}
     for node in operators(graph.graph):
         mark: Mark | None = node.meta.get(MARK)
         if mark is not None:
             marks.setdefault(mark.storage, (origin(node, graph.phase[node.name], names), mark.operator))
+            if isinstance(node.meta["val"], torch.Tensor):
+                widths.setdefault(mark.storage, node.meta["val"].itemsize)  # a projection is of the value's dtype
     encodings = encodings_of(graph)
     totals: dict[tuple[str, str, str, str], Smaller] = {}
     for storage, codec, before, after, seconds, _ in plan.decisions.get("retain", {}).get("codes", ()):
-        encoding = encodings.get((storage, codec))  # there is none where nothing waits
+        encoding = encodings.get((storage, codec))  # there is none where nothing waits, or projections do
         error = encoding.error if encoding else 0.0
         kinds = sorted(kind.value for kind in encoding.serves) if encoding and error else []
-        bits = 8 * after / _elements(encoding) if encoding else 0.0
+        bits = 8 * (_width(encoding) if encoding else widths.get(storage, 0)) * after / before
         key = (*marks.get(storage, ("", "")), codec, ", ".join(kinds))
         old = totals.get(key, Smaller(*key, 0, 0, 0, 0.0, 0.0, 0.0))
         total = old.before + before, old.after + after, old.seconds + seconds
@@ -94,9 +99,10 @@ def smaller(graph: TrainGraph, plan: Plan) -> tuple[Smaller, ...]:
     return tuple(sorted(totals.values(), key=lambda item: (item.after - item.before, item.source, item.operator)))
 
 
-def _elements(encoding: Encoding) -> int:
+def _width(encoding: Encoding) -> Bytes:
+    """Bytes of an element of the value."""
     decoded: Any = output_node(encoding.decode).args[0]
-    return int(decoded.meta["val"].numel())
+    return int(decoded.meta["val"].itemsize)
 
 
 def dropped(graph: TrainGraph, plan: Plan) -> tuple[Dropped, ...]:

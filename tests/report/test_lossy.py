@@ -23,6 +23,7 @@ from roamc.report.picture import draw, follow
 from roamc.report.projected import projected
 from roamc.report.text import tables
 from tests.graphs import captured_step
+from tests.passes.retain.test_projections import chain
 from tests.passes.retain.test_tempo import mlps, squares, tokens
 
 
@@ -130,3 +131,18 @@ def test_what_waits_is_read_off_the_graph() -> None:
     late = {node.name: Phase.BACKWARD for node in operators(graph.graph)}
     assert {row.waits for row in projected(graph.replace(phase=late), plan)} == {"input", "neither"}
     assert projected(graph, dataclasses.replace(plan, decisions={})) == ()
+
+
+def test_projections_of_forward_wait_in_the_place_of_inputs() -> None:
+    def graph() -> TrainGraph:
+        model, x = chain()
+        return captured_step(model, (x,), squares, lambda p, lr: CompAct(p, lr=lr, rank=1 / 4, dense=())).graph
+
+    planned = search.run(graph(), search.options_of({"memory_budget": "light"}))
+    report = explained(graph(), planned)
+    early = [row for row in report.smaller if row.codec == "projections"]
+    codes = [code[1] for code in planned.plan.decisions["retain"]["codes"]]
+    assert sum(row.count for row in early) == codes.count("projections") > 0
+    assert all(0 < row.bits < 32 and not row.error for row in early)
+    assert {row.waits for row in report.projected} >= {"projection"}
+    assert len(report.projected) == 8
