@@ -28,12 +28,15 @@ from roamc.passes.retain.codecs import projections
 from roamc.passes.retain.compress import projected, values
 from roamc.planning import search as planning
 from roamc.planning.plan import Plan
+from roamc.report.projected import projected as projected_weights
+from roamc.report.rerun import smaller
 from tests.graphs import aten, graph_and_inputs
 from tests.passes.retain.test_compress import check, squares
 from tests.passes.retain.test_offers import difference, some_sets, without_clashes
 from tests.passes.retain.test_search import PROFILE
 
 WIDTH, ROWS = 32, 256
+ADD = "aten.add.Tensor"
 
 
 class Layer(nn.Module):
@@ -166,7 +169,9 @@ def test_a_plan_from_a_file_holds_it() -> None:
     graphs = [graph_and_inputs(model, (x,), squares, "step", optimizer)[0] for optimizer in (compact, compact)]
     first = planning.run(graphs[0], options)
     plan = Plan.from_json(first.plan.to_json())
-    assert codes_of(plan)
+    assert {each.waits for each in projected_weights(first.graph, plan)} == {"projection", "input"}
+    (row,) = smaller(first.graph, plan)
+    assert (row.codec, row.operator, row.count, row.before - row.after) == (projections.NAME, ADD, 3, 3 * 16384)
     assert planning.run(graphs[1], options, plan).plan.decisions == plan.decisions
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from roamc.solvers.order import OrderProblem, make_problem
-from roamc.solvers.order.problem import consumers, reusables
+from roamc.solvers.order.problem import consumers, reads, reusables, writes
 from roamc.solvers.retain import Extra, Offer, Part, Result, RetainProblem
 from roamc.solvers.retain import make_problem as make_retain
 from tests.solvers.order.cases import possible_reuses
@@ -208,3 +208,27 @@ def of_several(
             extras = (encode, *(dataclasses.replace(one, anchor=anchor) for one in (decode, again)))
             several.append(Offer(offer.buffer, offer.nbytes, extras, (*offer.instead, *moved)))
     return several
+
+
+def made_early(problem: RetainProblem, late: Sequence[bool], dice: random.Random) -> tuple[list[Offer], set[int]]:
+    """Offers to run operators that are `late`, and read one buffer alone, right behind what makes that buffer.
+
+    What they make then waits in the place of the buffer. To make it costs a little more than it does late, where the
+    operator is left out. Returns the offers, and these operators.
+    """
+    order, rows, made_by = problem.order, consumers(problem.order).lists(), writes(problem.order).lists()
+    read_by, offers, moved = reads(order).lists(), [], set()
+    for op in range(problem.num_ops):
+        if not late[op] or len(read_by[op]) != 1 or len(made_by[op]) != 1:
+            continue
+        (source,), (result,) = read_by[op], made_by[op]
+        born = int(order.producer[source])
+        if order.kept[result] or not rows[result] or order.stage[born] != order.stage[op] or dice.random() < 0.3:
+            continue
+        seconds, more = float(problem.seconds[op]), dice.choice([0.0, 0.1])
+        early = Result(int(order.size[result]), bool(problem.droppable[result]))
+        extra = Extra(Part.ENCODE, born, op, seconds + more, 0, bool(problem.repeatable[op]), (source,), (early,))
+        instead = ((op, source, 0), *((reader, result, 0) for reader in rows[result]))
+        offers.append(Offer(source, int(order.size[result]), (extra,), instead, (seconds,)))
+        moved.add(op)
+    return offers, moved

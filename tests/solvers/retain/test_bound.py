@@ -15,7 +15,7 @@ from roamc.solvers.retain import Bounds, RetainProblem, encoded, make_problem, s
 from roamc.solvers.retain.offers import clash
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
-from tests.solvers.retain.cases import chain, layered, legal_sequence, of_several, offers_of, problems
+from tests.solvers.retain.cases import chain, layered, legal_sequence, made_early, of_several, offers_of, problems
 
 
 def bound(problem: RetainProblem, budget: int, operators: int = 100) -> float:
@@ -122,7 +122,9 @@ def check_with_codes(problem: RetainProblem, share: float, dice: random.Random) 
     whole = offered(problem, code, extra, late)
     several = of_several(problem, whole.offers, late.tolist(), dice)
     idle = np.array([dice.random() < 0.5 for _ in range(problem.num_ops)])
-    whole = dataclasses.replace(whole, offers=(*several, *whole.offers), idle=idle)
+    early, moved = made_early(problem, late.tolist(), dice)
+    idle[[*moved]] = True
+    whole = dataclasses.replace(whole, offers=(*early, *several, *whole.offers), idle=idle)
     least = bound(whole, budget)
     for some in (0.3, 1.0):
         taken: list[int] = []

@@ -30,7 +30,7 @@ from roamc.solvers.retain import (
 from roamc.solvers.retain.offers import cheapest, clash
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
-from tests.solvers.retain.cases import chain, layered, of_several, offers_of, problems
+from tests.solvers.retain.cases import chain, layered, made_early, of_several, offers_of, problems
 
 
 def offered(problem: RetainProblem, dice: random.Random) -> RetainProblem:
@@ -45,7 +45,9 @@ def offered(problem: RetainProblem, dice: random.Random) -> RetainProblem:
     several = of_several(problem, offers, late.tolist(), dice)
     offers += [with_stand_ins(one, dice) for one in offers if dice.random() < 0.4]
     idle = np.array([dice.random() < 0.5 for _ in range(problem.num_ops)])
-    kept = tuple(one for one in (*several, *offers) if dice.random() < 0.7)
+    early, moved = made_early(problem, late.tolist(), dice)
+    idle[[*moved]] = True
+    kept = tuple(one for one in (*early, *several, *offers) if dice.random() < 0.7)
     return dataclasses.replace(problem, offers=kept, idle=idle)
 
 
