@@ -174,6 +174,8 @@ FIRST: dict[str, int] = {
     "tests/passes/retain/test_light.py::test_blocks_save_what_exact_recomputation_leaves": 1,
     "tests/passes/retain/test_light.py::test_min_goes_lower_and_runs_products_again": 0,
     "tests/passes/retain/test_light.py::test_nothing_heavy_runs_again_and_no_bit_changes": 1,
+    "tests/passes/retain/test_never_worse.py::test_known_models_pay_no_more": 3,
+    "tests/passes/retain/test_never_worse.py::test_random_layers_with_kept_results_pay_no_more": 6,
     "tests/passes/retain/test_offers.py::test_offers_are_what_codecs_write": 4,
     "tests/passes/retain/test_search.py::test_decision_is_what_it_says_and_never_dearer_than_reruns_alone": 1,
     "tests/passes/retain/test_search.py::test_no_set_of_codecs_is_below_the_bound": 1,
