@@ -290,7 +290,7 @@ def is_matrix(node: fx.Node) -> bool:
 def test_result_that_shares_storage_without_a_row_in_the_table(name: str, route: str) -> None:
     graph = planned(name, route)
     rules = {n: ops.rule(n.target) for n in operators(graph.graph)[9:] if is_matrix(n)}
-    node = next(n for n, rule in rules.items() if rule == ops.OpRule(cost=rule.cost))
+    node = next(n for n, rule in rules.items() if rule == ops.OpRule(cost=rule.cost, multiplies=rule.multiplies))
     shared = next(a for a in node.all_input_nodes if isinstance(a.meta["val"], Tensor))
     node.meta["val"] = shared.meta["val"]
     refused(judge(graph), f"{node.name} shares storage with an input; the operator table has no row", node.name)
