@@ -391,7 +391,10 @@ def tables(report: Explanation) -> tuple[Listed, ...]:
 
 def _show_listed(out: Console, listed: Listed, top: int) -> None:
     _heading(out, listed.title)
-    show_rows(out, listed.headings, listed.rows[:top], right=listed.right)
+    rows = listed.rows[:top]
+    filled = [at for at in range(len(listed.headings)) if any(row[at] for row in rows)]
+    headings, right = (listed.headings[at] for at in filled), [filled.index(at) for at in listed.right if at in filled]
+    show_rows(out, headings, ([row[at] for at in filled] for row in rows), right=right)
     _show_rest(out, list(listed.sizes[top:]))
 
 

@@ -252,7 +252,7 @@ def test_explain_says_what_is_encoded() -> None:
     spent = sum(row["seconds"] for key in ("dropped", "smaller") for row in data[key])
     assert spent == pytest.approx(data["plan"]["added_seconds"])
     shown = run(*asked).stdout.partition("encoded to fit the budget")[2]
-    assert re.search(r"encoded +bits +storages .*\n.*bits +roamc.dropout_mask", shown)
+    assert re.search(r"encoded +bits +storages .*\n.*bits +roamc\.drop", shown)
 
 
 def test_explain_says_what_is_recomputed() -> None:
