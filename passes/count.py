@@ -1,6 +1,6 @@
-"""count: a program whose codecs project counts its own steps, so that each step has projections of its own.
+"""count: a program whose codecs project counts its steps, so that each step has projections of its own.
 
-    rewrite:  (first operator of forward)  -->  n = roamc.count(program), (first operator of forward)
+    rewrite:  (first operator of forward)  -->  n = roamc.count(), (first operator of forward)
     checks:   the operator is one of forward, and the graph does not count already
 
 Codec ``compact`` makes its projections from ``n``, see :mod:`roamc.passes.retain.codecs.compact`, in forward and again
@@ -9,7 +9,6 @@ behind it. No generator of the user's moves: all random numbers of the model are
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from roamc.errors import PlanError
@@ -21,8 +20,6 @@ from roamc.options import Options
 from roamc.rewriting.versions import up_to_date
 
 NAME = "count"
-
-_PROGRAMS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -64,5 +61,5 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     writer = Writer(graph.graph, mode, Phase.FORWARD)
     writer.like = first
     with graph.graph.inserting_before(first):
-        number_result(writer.call(count, f"{graph.name} {next(_PROGRAMS)}"))
+        number_result(writer.call(count))
     return up_to_date(graph, {**graph.phase, **writer.phase})

@@ -30,7 +30,7 @@ def projections(dtype: torch.dtype) -> list[Call]:
 
 @cases((torch.int64,), count)
 def counts(dtype: torch.dtype) -> list[Call]:
-    return [call("program")]
+    return [call()]
 
 
 @cases(FLOATS, counted)

@@ -322,7 +322,7 @@ def _fused_adam(
 
 
 def _compact_scalars(group: Group, step: float, first: bool) -> dict[str, float]:
-    numbers = _adam_scalars(group, step, first)
+    numbers = _adam_scalars({**group, "lr": float(group["lr"])}, step, first)  # as its own step() takes it
     if group["rank"] is None:
         return numbers
     scaled = numbers["minus_step_size"] * group["scale"]

@@ -53,8 +53,8 @@ class Projected:
             return ()
         names = ", ".join(self.whole[:MOST_NAMES]) + (", ..." if len(self.whole) > MOST_NAMES else "")
         return (
-            f"the gradients of {names} are made whole before they are projected: no one product makes them, as of "
-            "embeddings and of weights that are used twice; name them in dense= for AdamW",
+            f"the gradients of {names} are made whole before they are projected: no product makes them as they are, as "
+            "of embeddings, of weights that are used twice or not as they are, and under autocast",
         )
 
 

@@ -6,10 +6,11 @@
     x = roamc.norm_input(kept, y, mean, rstd, weight, bias, lost)
 
 In column j an output y = weight[j] (x - mean) rstd + bias[j] leaves x with an error of about eps |bias[j] / weight[j]|
-standard deviations of its row, eps being the spacing of the numbers of y's dtype at 1; where the weight is 0 nothing is
-left. The ``count`` columns with the largest ratio keep their inputs. Which they are follows from the parameters of the
-step. Where the ratio of another column makes that error more than ``MOST``, the first operator raises a RuntimeError,
-in forward, on a GPU an assertion of the device: no input is ever made up.
+in units of 1 / rstd of its row, eps being the spacing of the numbers of y's dtype at 1; where the weight is 0, nothing
+is left. (In units of its spread, a row has a larger error where that is far below 1 / rstd, by the norm's own eps.) The
+``count`` columns with the largest ratio keep their inputs. Which they are follows from the parameters of the step.
+Where the ratio of another column makes that error more than ``MOST``, the first operator raises a RuntimeError, in
+forward, on a GPU an assertion of the device: no input is ever made up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from roamc.operators.random import LIBRARY
 from roamc.units import Bytes
 
 MOST = 2.0**-6
-"""The largest error that an input may have by its output's rounding, in standard deviations of its row."""
+"""The largest error that an input may have by its output's rounding, in units of 1 / rstd of its row."""
 
 PIECE = 1 << 16
 """Elements that are worked through at a time, as far as these are whole rows."""

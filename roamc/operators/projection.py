@@ -1,6 +1,6 @@
 """Random projections that follow from numbers alone: nothing is drawn, every rank and every run makes the same bits.
 
-    n = roamc.count(program)                              # int64[]: how often this program has counted before
+    n = roamc.count()                                     # int64[]: how often this process has counted before
     p = roamc.projection(counter, seed, stream, n, r, "gaussian", dtype=dtype, device=device)   # [n, r], E[p p^T] = 1
     z = x @ p                                                                                   # [tokens, r]
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,20 +58,21 @@ for _overload, _counter in (("", "Scalar"), (".counted", "Tensor")):
         f"projection{_overload}({_counter} counter, int seed, int stream, int n, int r, str basis, *, "
         "ScalarType dtype, Device device) -> Tensor"
     )
-LIBRARY.define("count(str program) -> Tensor")
+LIBRARY.define("count() -> Tensor")
 
-COUNTS: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-"""By program, the numbers that :func:`write_count` has still to give."""
+COUNT = [itertools.count()]
+"""The numbers that :func:`write_count` has still to give. All programs share them: those of one model that are planned
+for several batch shapes would else have the same projections in steps one after the other."""
 
 
-def write_count(program: str, *, out: Tensor) -> None:
-    """Write how often ``program`` has counted before, in this process, to ``out``: int64[] on the CPU."""
-    out.fill_(next(COUNTS[program]))
+def write_count(*, out: Tensor) -> None:
+    """Write how often this process has counted before to ``out``: int64[] on the CPU."""
+    out.fill_(next(COUNT[0]))
 
 
 @torch.library.impl(LIBRARY, "count", "CompositeExplicitAutograd")
-def _count(program: str) -> Tensor:
-    return torch.tensor(next(COUNTS[program]))
+def _count() -> Tensor:
+    return torch.tensor(next(COUNT[0]))
 
 
 def write_projection(
@@ -248,7 +248,7 @@ def _fake(
 
 for _name in ("roamc::projection", "roamc::projection.counted"):
     torch.library.register_fake(_name, _fake, lib=LIBRARY)
-torch.library.register_fake("roamc::count", lambda program: torch.empty((), dtype=torch.int64), lib=LIBRARY)
+torch.library.register_fake("roamc::count", lambda: torch.empty((), dtype=torch.int64), lib=LIBRARY)
 
 projection: OpOverload = torch.ops.roamc.projection.default
 """``roamc::projection(counter, seed, stream, n, r, basis, *, dtype, device)``, see :func:`write_projection`."""
@@ -257,7 +257,7 @@ counted: OpOverload = torch.ops.roamc.projection.counted
 """The same with a counter that is a tensor, made by :data:`count`."""
 
 count: OpOverload = torch.ops.roamc.count.default
-"""``roamc::count(program)``: how often ``program`` has counted before. No generator moves."""
+"""``roamc::count()``: how often this process has counted before. No generator moves."""
 
 PROJECTIONS = (projection, counted)
 """The operators that make a projection."""

@@ -12,7 +12,7 @@ from roamc.rewriting.rerun import encodings_of
 OFF: Mapping[Kind, str] = {
     Kind.WEIGHT: "gradients of weights off by {:.2g} of their norm",
     Kind.SLOPE: "slopes of activations off by {:.2g} of their norm",
-    Kind.NORM: "inputs of norms off by {:.2g} of their standard deviation",
+    Kind.NORM: "inputs of norms off by {:.2g} of 1 / rstd",
 }
 """How an error is told, by the only kind of the readers that get a decoded value."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from roamc.operators import ops
 from roamc.operators.corrections import is_expanded
 from roamc.operators.counter import draw_seeds
 from roamc.operators.kernels import KERNELS
-from roamc.operators.projection import COUNTS
+from roamc.operators.projection import COUNT
 from roamc.operators.random import dropout_mask
 from roamc.operators.split_collectives import finish_all
 from tests.codec_cases import CASES, Call
@@ -95,14 +96,14 @@ def run_both(overload: Any, arguments: Call) -> None:
     args, kwargs = arguments
     said = f"{overload}({', '.join(map(describe, args))}, {kwargs})"
     torch.manual_seed(5)
-    COUNTS.clear()
+    COUNT[0] = itertools.count()
     expected = results(overload(*args, **kwargs))
     finish_all()  # of a collective that is only started
     state = torch.get_rng_state()
     places = [place(tensor) for tensor in expected]
     outs = tuple(out for out, _ in places)
     torch.manual_seed(5)
-    COUNTS.clear()
+    COUNT[0] = itertools.count()
     KERNELS[overload].function(*args, **kwargs, out=outs if len(outs) > 1 else outs[0])
     finish_all()
     assert torch.equal(torch.get_rng_state(), state), f"{said}: the random state differs"

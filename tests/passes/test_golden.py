@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import itertools
 import json
 import os
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from roamc.graph.printed import printed
 from roamc.graph.verify import check_graph
 from roamc.operators.projection import projection
 from roamc.options import Options, parse_options
-from roamc.passes import count
 from roamc.passes.fuse import Effort, inline
 from roamc.planning import search
 from roamc.planning.pipeline import PIPELINE
@@ -71,11 +69,6 @@ def any_group_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def any_collective_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the products that can run with it, whatever the links."""
     monkeypatch.setattr("roamc.passes.async_tp._faster", lambda graph, decision, sums, options: decision)
-
-
-@pytest.fixture(autouse=True)
-def programs_are_numbered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(count, "_PROGRAMS", itertools.count())
 
 
 def of_normalize() -> Example:

@@ -65,7 +65,7 @@ class Norm(Coding):
 
     @property
     def error(self) -> float:
-        """Of an element, in standard deviations of its row."""
+        """Of an element, in units of 1 / rstd of its row."""
         return MOST
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:

@@ -124,7 +124,8 @@ def test_mean_over_steps_is_the_exact_gradient() -> None:
         assert off <= 1.2 * math.sqrt((width + 1) / (steps * columns)), name
 
 
-def test_users_generator_does_not_move_and_a_new_program_begins_anew() -> None:
+def test_users_generator_does_not_move_and_no_two_programs_project_alike() -> None:
+    """As those of one model for two batch shapes, whose steps take turns."""
     gradients = []
     for _ in range(2):
         model, x = chain()
@@ -133,7 +134,8 @@ def test_users_generator_does_not_move_and_a_new_program_begins_anew() -> None:
         step()
         assert torch.equal(torch.get_rng_state(), state)
         gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(map(torch.equal, *gradients))
+    weights = [pair for pair in zip(*gradients, strict=True) if pair[0].dim() == 2]
+    assert sum(not torch.equal(*pair) for pair in weights) >= 5
 
 
 def test_without_pass_count_or_with_all_columns_nothing_is_projected() -> None:
