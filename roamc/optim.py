@@ -89,7 +89,7 @@ class CompAct(torch.optim.Optimizer):
             "weight_decay": weight_decay, "dense": (dense,) if isinstance(dense, str) else tuple(dense),
             "dense_lr": dense_lr, "seed": seed, "basis": basis,
         }  # fmt: skip
-        _check(defaults)
+        check_settings(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class CompAct(torch.optim.Optimizer):
         """
         settings = {key: value for key, value in param_group.items() if key != "params"}
         group = {**self.defaults, **settings}
-        _check(group)
+        check_settings(group)
         projected: list[Any] = []
         dense: list[Any] = []
         for parameter in _listed(param_group["params"]):
@@ -149,6 +149,7 @@ class CompAct(torch.optim.Optimizer):
             )
         latest: dict[tuple[object, ...], Tensor] = {}
         for group in self.param_groups:
+            check_settings(group)
             streams: Iterable[int | None] = group["streams"] or [None] * len(group["params"])
             for parameter, stream in zip(group["params"], streams, strict=True):
                 if parameter.grad is not None:
@@ -168,6 +169,12 @@ class CompAct(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.get_default_dtype() if _is_wide() else torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = fresh(parameter, shape), fresh(parameter, shape)
+        if tuple(state["exp_avg"].shape) != shape:
+            raise OptionError(
+                f"CompAct: the moments of a weight of shape {list(parameter.shape)} have shape "
+                f"{list(state['exp_avg'].shape)}, and rank={group['rank']} makes {list(shape)}: leave rank as it was "
+                "at the first step, or make a new optimizer"
+            )
         state["step"] += 1
         step, rate = float(state["step"]), float(group["lr"])
         p = None
@@ -262,8 +269,11 @@ def _projects(named: Any, group: Group) -> bool:
     return True
 
 
-def _check(settings: Group) -> None:
-    """Refuse settings out of their ranges.
+def check_settings(settings: Group) -> None:
+    """Refuse settings of a :class:`CompAct` that are out of their ranges.
+
+    Args:
+        settings: a parameter group; its "rank" may be None.
 
     Raises:
         OptionError: names the setting, and what it may be.

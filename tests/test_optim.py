@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import roamc
 from roamc import OptionError
 from roamc.operators.projection import projection
 from roamc.optim import CompAct
@@ -228,3 +229,32 @@ def test_half_precision_and_meta() -> None:
     assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.bfloat16
     with torch.device("meta"):
         assert len(make(model_of()).param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"every": 0}, "every=0 must be a number of steps"),
+        ({"seed": -1}, "seed=-1 must be an integer"),
+        ({"basis": "x"}, "unknown basis 'x'"),
+        ({"scale": -1.0}, "scale=-1.0 must be a number above 0"),
+        ({"rank": 0.5}, r"rank=0.5 makes \[16, 8\]|of which its group makes \[16, 8\]"),
+    ],
+)
+@pytest.mark.parametrize("planned", [False, True], ids=["eager", "train_step"])
+def test_settings_that_are_changed_between_steps_are_checked(change: dict[str, Any], says: str, planned: bool) -> None:
+    model, x = nn.Linear(16, 16), torch.randn(4, 16)
+    optimizer = CompAct(model.named_parameters())
+    step = roamc.train_step(model, lambda net, batch: net(batch).square().mean(), optimizer)
+
+    def run() -> None:
+        if planned:
+            step(x)
+            return
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    run()
+    optimizer.param_groups[0].update(change)
+    with pytest.raises(roamc.RoamcError, match=says):
+        run()

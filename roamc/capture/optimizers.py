@@ -142,14 +142,16 @@ def check_state(optimizer: torch.optim.Optimizer, rule: Rule, name: str, paramet
         CaptureError: names the state, and how it is moved.
     """
     state = optimizer.state.get(parameter, {})
-    wanted = (*_kind(parameter)[:2], shape_of(rule, group, parameter.shape), placement_of(parameter))
+    shape = shape_of(rule, group, parameter.shape)
+    wanted = (*_kind(parameter)[:2], shape, placement_of(parameter))
     for key in rule.states(group):
         value = state.get(key)
         if isinstance(value, torch.Tensor) and _kind(value) != wanted:
+            also = "" if rule.shape is None else f", of which its group makes {list(shape)}"
             raise CaptureError(
-                f"the optimizer's {key} of {name} is {_words(value)}, the parameter {_words(parameter)}: the model was "
-                "changed after its first step; optimizer.load_state_dict(optimizer.state_dict()) brings dtype and "
-                "device after it, a new optimizer anything"
+                f"the optimizer's {key} of {name} is {_words(value)}, the parameter {_words(parameter)}{also}: the "
+                "model or group was changed after its first step; optimizer.load_state_dict(optimizer.state_dict()) "
+                "brings dtype and device after it, a new optimizer anything"
             )
 
 
@@ -322,6 +324,7 @@ def _fused_adam(
 
 
 def _compact_scalars(group: Group, step: float, first: bool) -> dict[str, float]:
+    optim.check_settings(group)
     numbers = _adam_scalars({**group, "lr": float(group["lr"])}, step, first)  # as its own step() takes it
     if group["rank"] is None:
         return numbers
