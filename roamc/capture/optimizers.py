@@ -294,20 +294,26 @@ def _adam_write(decoupled: Callable[[Group], bool]) -> Callable[..., None]:
             writer.call(aten.mul_.Tensor, param, n["decay"])
         elif group["weight_decay"]:
             grad = writer.call(aten.add.Tensor, grad, param, alpha=n["weight_decay"])
-        first, second = states["exp_avg"], states["exp_avg_sq"]
-        writer.call(aten.lerp_.Scalar, first, grad, n["one_minus_beta1"])
-        writer.call(aten.mul_.Tensor, second, n["beta2"])
-        writer.call(aten.addcmul_.default, second, grad, grad, value=n["one_minus_beta2"])
-        if group["amsgrad"]:
-            largest = writer.call(aten.maximum.default, states["max_exp_avg_sq"], second)
-            writer.call(aten.copy_.default, states["max_exp_avg_sq"], largest)
-            second = states["max_exp_avg_sq"]
-        root = writer.call(aten.sqrt.default, second)
-        denominator = writer.call(aten.div.Tensor, root, n["root_correction2"])
-        writer.call(aten.add_.Tensor, denominator, n["eps"])
+        first, denominator = _moments(writer, grad, states, n, amsgrad=group["amsgrad"])
         writer.call(aten.addcdiv_.default, param, first, denominator, value=n["minus_step_size"])
 
     return write
+
+
+def _moments(writer: Writer, grad: fx.Node, states: Nodes, n: Nodes, *, amsgrad: bool) -> tuple[fx.Node, fx.Node]:
+    """Update Adam's moments; return the first, and what the update divides it by."""
+    first, second = states["exp_avg"], states["exp_avg_sq"]
+    writer.call(aten.lerp_.Scalar, first, grad, n["one_minus_beta1"])
+    writer.call(aten.mul_.Tensor, second, n["beta2"])
+    writer.call(aten.addcmul_.default, second, grad, grad, value=n["one_minus_beta2"])
+    if amsgrad:
+        largest = writer.call(aten.maximum.default, states["max_exp_avg_sq"], second)
+        writer.call(aten.copy_.default, states["max_exp_avg_sq"], largest)
+        second = states["max_exp_avg_sq"]
+    root = writer.call(aten.sqrt.default, second)
+    denominator = writer.call(aten.div.Tensor, root, n["root_correction2"])
+    writer.call(aten.add_.Tensor, denominator, n["eps"])
+    return first, denominator
 
 
 def _fused_adam(
@@ -338,13 +344,7 @@ def _compact_write(writer: Writer, param: fx.Node, grad: fx.Node, states: Nodes,
         return
     if group["weight_decay"]:
         writer.call(aten.mul_.Tensor, param, n["decay"])
-    first, second = states["exp_avg"], states["exp_avg_sq"]
-    writer.call(aten.lerp_.Scalar, first, grad, n["one_minus_beta1"])
-    writer.call(aten.mul_.Tensor, second, n["beta2"])
-    writer.call(aten.addcmul_.default, second, grad, grad, value=n["one_minus_beta2"])
-    root = writer.call(aten.sqrt.default, second)
-    denominator = writer.call(aten.div.Tensor, root, n["root_correction2"])
-    writer.call(aten.add_.Tensor, denominator, n["eps"])
+    first, denominator = _moments(writer, grad, states, n, amsgrad=False)
     direction = writer.call(aten.div.Tensor, first, denominator)
     writer.call(aten.addmm_.default, param, direction, states["projection"], alpha=n["minus_scaled_size"])
 
