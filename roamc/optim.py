@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roamc.compat_dtensor import is_dtensor
 from roamc.errors import OptionError, nearest
-from roamc.operators.projection import BASES, columns_of, projection
+from roamc.operators.projection import BASES, columns_of, is_rank, projection
 
 __all__ = ["CompAct"]
 
@@ -294,7 +294,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_rank(value: Any) -> bool:
-    return value is None or (_is_number(value) and value > 0 and (value <= 1 or float(value).is_integer()))
+    return value is None or (_is_number(value) and is_rank(value))
 
 
 def _is_natural(value: Any, least: int) -> bool:

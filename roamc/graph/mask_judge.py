@@ -31,10 +31,9 @@ import torch
 from torch import fx
 
 from roamc.errors import VerifyError, way_out
-from roamc.graph import update_judge
 from roamc.graph.train_graph import TrainGraph
-from roamc.graph.value_flow import compare, read
-from roamc.graph.value_numbers import Key, Number, Numbers
+from roamc.graph.value_flow import compare_by
+from roamc.graph.value_numbers import Key, Number
 from roamc.graph.value_walk import Walk
 from roamc.operators.counter import WORDS, counter_mask, draw_seeds, own_seeds
 from roamc.operators.random import replay
@@ -57,11 +56,7 @@ def check(before: TrainGraph, after: TrainGraph, name: str) -> None:
         VerifyError: an operator gets another value, where masks count as those that a draw of the captured graph could
             have given; or the seed of a mask was not drawn.
     """
-    numbers = Numbers()
-    earlier = read(before, numbers, name, _Walk)
-    later = read(after, numbers, name, _Walk)
-    compare(later, earlier, name)
-    update_judge.check(later.updates, earlier.updates, name)
+    compare_by(_Walk, before, after, name)
 
 
 class _Walk(Walk):

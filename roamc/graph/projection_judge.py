@@ -16,10 +16,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from roamc.graph import update_judge
 from roamc.graph.train_graph import TrainGraph
-from roamc.graph.value_flow import compare, read
-from roamc.graph.value_numbers import Key, Number, Numbers
+from roamc.graph.value_flow import compare_by
+from roamc.graph.value_numbers import Key, Number
 from roamc.graph.value_walk import Walk
 from roamc.operators.projection import projection
 
@@ -39,11 +38,7 @@ def check(before: TrainGraph, after: TrainGraph, name: str) -> None:
     Raises:
         VerifyError: an operator, an output or a tensor of the caller gets another value than such a product.
     """
-    numbers = Numbers()
-    earlier = read(before, numbers, name, _Walk)
-    later = read(after, numbers, name, _Walk)
-    compare(later, earlier, name)
-    update_judge.check(later.updates, earlier.updates, name)
+    compare_by(_Walk, before, after, name)
 
 
 class _Walk(Walk):

@@ -161,6 +161,24 @@ def compare(flow: Flow, before: Flow, after: str, besides: Collection[str] = ())
             fail(flow, before, after, key, before.finals.get(key), flow.finals.get(key))
 
 
+def compare_by(walk: type[Walk], before: TrainGraph, after: TrainGraph, name: str) -> None:
+    """Compare the values of the graphs before and behind a pass, as ``walk`` numbers them in both.
+
+    Args:
+        walk: gives one number to values that the pass may exchange.
+        before: the graph before the pass.
+        after: what the pass left.
+        name: of the pass.
+
+    Raises:
+        VerifyError: an operator, an output or a tensor of the caller gets another value, or an update begins too early.
+    """
+    numbers = Numbers()
+    earlier, later = read(before, numbers, name, walk), read(after, numbers, name, walk)
+    compare(later, earlier, name)
+    update_judge.check(later.updates, earlier.updates, name)
+
+
 def _check_exact(graph: TrainGraph, after: str, lossy: Sequence[str], fast: bool) -> None:
     """Refuse codecs, products, rows, groups and masks that are not exact and that :func:`check` may not allow.
 

@@ -106,6 +106,11 @@ def write_projection(
         _write_columns(key, first, out)
 
 
+def is_rank(rank: float) -> bool:
+    """Whether ``rank`` is a share above 0 and up to 1, or a whole number of columns above 1."""
+    return 0 < rank <= 1 or (rank > 1 and float(rank).is_integer())
+
+
 def columns_of(rank: float, n: int) -> int:
     """Return the columns of projections of rows of ``n`` elements.
 
@@ -216,33 +221,14 @@ def _powers(n: int) -> Iterator[int]:
 
 @torch.library.impl(LIBRARY, "projection", "CompositeExplicitAutograd")
 @torch.library.impl(LIBRARY, "projection.counted", "CompositeExplicitAutograd")
-def _projection(
-    counter: Counter,
-    seed: int,
-    stream: int,
-    n: int,
-    r: int,
-    basis: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    out = torch.empty((n, r), dtype=dtype, device=device)
-    write_projection(counter, seed, stream, n, r, basis, out=out)
+def _projection(*numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    out = _fake(*numbers, dtype=dtype, device=device)
+    write_projection(*numbers, out=out)
     return out
 
 
-def _fake(
-    counter: Counter,
-    seed: int,
-    stream: int,
-    n: int,
-    r: int,
-    basis: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+def _fake(*numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    _counter, _seed, _stream, n, r, _basis = numbers
     return torch.empty((n, r), dtype=dtype, device=device)
 
 

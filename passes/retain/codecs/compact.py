@@ -24,7 +24,7 @@ from roamc.errors import OptionError, nearest
 from roamc.graph import tensors_of
 from roamc.graph.memory import fills_storage
 from roamc.operators import ops
-from roamc.operators.projection import BASES, COMPACT, columns_of, count, counted
+from roamc.operators.projection import BASES, COMPACT, columns_of, count, counted, is_rank
 from roamc.operators.table import Kind
 from roamc.passes.retain.codecs.codec import Codec, Coding, Read, Saved
 from roamc.units import Bytes
@@ -135,7 +135,7 @@ def set_to(settings: Mapping[str, str]) -> Codec:
         rank = float(Fraction(text))
     except (ValueError, ZeroDivisionError):
         rank = 0.0
-    if not (0 < rank <= 1 or (rank.is_integer() and rank > 1)):
+    if not is_rank(rank):
         raise OptionError(
             f"codecs: the rank of {COMPACT} is a share of columns above 0 and up to 1, such as 0.25 or 1/4, or a "
             f"number of them above 1, not {text!r}"
