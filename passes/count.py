@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, copied, operators
 from roamc.graph.rewrite import Writer, mode_of
-from roamc.graph.storage_ids import number_result
 from roamc.operators.projection import COMPACT, count
 from roamc.options import Options
 from roamc.rewriting.versions import up_to_date
@@ -59,7 +58,5 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     if any(node.target is count for node in nodes):
         raise PlanError("this graph counts its steps already")
     writer = Writer(graph.graph, mode, Phase.FORWARD)
-    writer.like = first
-    with graph.graph.inserting_before(first):
-        number_result(writer.call(count))
+    writer.insert(first, count)
     return up_to_date(graph, {**graph.phase, **writer.phase})

@@ -29,7 +29,6 @@ from roamc.errors import PlanError
 from roamc.graph import TrainGraph, copied, main_device, operators
 from roamc.graph.keep import is_kept
 from roamc.graph.rewrite import Writer, mode_of
-from roamc.graph.storage_ids import number_result
 from roamc.operators import ops
 from roamc.operators.counter import WORDS, counter_mask, draw_seeds, own_seeds
 from roamc.operators.gpu.printed import printed
@@ -96,10 +95,10 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     mode = mode_of(graph.graph)
     assert mode is not None, "a graph with a dropout has tensors"
     writer = Writer(graph.graph, mode, phase[first.name])
-    seeds = _Seeds(writer, first, _insert(writer, first, draw_seeds, len(decision.seeds), device=device))
+    seeds = _Seeds(writer, first, writer.insert(first, draw_seeds, len(decision.seeds), device=device))
     for row, names in enumerate(decision.seeds):
         writer.current = phase[names[0]]
-        seed = _insert(writer, nodes[names[0]], aten.select.int, seeds.drawn, 0, row)
+        seed = writer.insert(nodes[names[0]], aten.select.int, seeds.drawn, 0, row)
         for name in names:
             dropout = dropout_of(nodes[name])
             assert dropout is not None, f"{name} is no dropout"
@@ -141,23 +140,14 @@ class _Seeds:
         step, group = part.meta["val"].numel() // WORDS, part.args[2]
         if (step, group) not in self._own:
             phase, self.writer.current = self.writer.current, self.writer.phase[self.drawn.name]
-            self._own[step, group] = _insert(self.writer, self.first, own_seeds, self.drawn, step, group)
+            self._own[step, group] = self.writer.insert(self.first, own_seeds, self.drawn, step, group)
             self.writer.current = phase
-        return _insert(self.writer, part, aten.select.int, self._own[step, group], 0, row)
+        return self.writer.insert(part, aten.select.int, self._own[step, group], 0, row)
 
 
 def _lies(mask: torch.Tensor) -> tuple[list[int], list[int]]:
     """Shape and strides of a mask, as arguments of an operator."""
     return list(mask.shape), list(mask.stride())
-
-
-def _insert(writer: Writer, before: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
-    """Write a call in front of ``before``."""
-    writer.like = before
-    with writer.graph.inserting_before(before):
-        node = writer.call(target, *args, **kwargs)
-    number_result(node)
-    return node
 
 
 def _draws(graph: TrainGraph) -> list[tuple[str, ...]]:

@@ -20,7 +20,6 @@ from torch import fx
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, copied, main_device, operators
 from roamc.graph.rewrite import Writer, mode_of
-from roamc.graph.storage_ids import number_result
 from roamc.operators.scores import label_scores, nll_of_scores
 from roamc.options import Options
 from roamc.rewriting.versions import up_to_date
@@ -73,10 +72,8 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
             raise PlanError(f"{name!r} is no loss of rows of classes, without weights and on a GPU, in this graph")
         loss = nodes[name]
         scores, labels, _, reduction, ignored = loss.args
-        writer.like, writer.current = loss, graph.phase[name]
-        with graph.graph.inserting_before(loss):
-            picked = writer.call(label_scores, scores, labels, [1], False, ignored)
-        number_result(picked)
+        writer.current = graph.phase[name]
+        picked = writer.insert(loss, label_scores, scores, labels, [1], False, ignored)
         loss.target = nll_of_scores
         loss.args = picked, labels, scores.meta["val"].shape[1], reduction, ignored  # type: ignore[union-attr]
     return up_to_date(graph, {**graph.phase, **writer.phase})

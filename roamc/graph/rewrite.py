@@ -49,6 +49,14 @@ class Writer:
         self.phase[node.name] = self.current
         return node
 
+    def insert(self, before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Write a call in front of ``before`` and of its line of the model, number its storage, and return it."""
+        self.like = before
+        with self.graph.inserting_before(before):
+            node = self.call(target, *args, **kwargs)
+        number_result(node)
+        return node
+
 
 def keep_state(graph: fx.Graph, first: fx.Node, mode: AbstractContextManager[Any], name: str | None = None) -> fx.Node:
     """Insert a node in front of the random operator ``first`` that saves the state of the generator it draws from.
