@@ -25,8 +25,9 @@ from torch import fx
 
 from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, copied, operators
+from roamc.graph.reader_kinds import chain_to_product
 from roamc.graph.rewrite import Writer, mode_of
-from roamc.graph.storage_ids import StorageId, id_of, number_result
+from roamc.graph.storage_ids import StorageId, id_of
 from roamc.operators import ops
 from roamc.operators.projection import projection
 from roamc.options import Options
@@ -118,10 +119,7 @@ class _Writer:
         own = x if storage in self._written else None  # two products may see two contents of it
         key = storage, tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, p, own
         if key not in self._inputs:
-            self._writer.like = at
-            with self._writer.graph.inserting_before(at):
-                self._inputs[key] = self._writer.call(aten.mm.default, x, p)
-            number_result(self._inputs[key])
+            self._inputs[key] = self._writer.insert(at, aten.mm.default, x, p)
         return self._inputs[key]
 
 
@@ -138,14 +136,7 @@ def _chain(graph: TrainGraph, node: fx.Node) -> list[fx.Node]:
     p = node.args[1] if node.target is aten.mm.default else None
     if not isinstance(p, fx.Node) or p.target is not projection:
         return []
-    chain: list[fx.Node] = []
-    whole, turns = node.args[0], 0
-    while isinstance(whole, fx.Node) and whole.op == "call_function" and len(whole.users) == 1:
-        chain.append(whole)
-        if whole.target is aten.mm.default:
-            return chain if turns % 2 == 0 and graph.phase[whole.name] is Phase.BACKWARD else []
-        if whole.target is not aten.t.default and not ops.rule(whole.target).renames:
-            return []
-        turns += whole.target is aten.t.default
-        whole = whole.args[0]
-    return []
+    whole = node.args[0]
+    chain = chain_to_product(whole) if isinstance(whole, fx.Node) else []
+    is_read = any(len(each.users) > 1 for each in chain)
+    return [] if is_read or not chain or graph.phase[chain[-1].name] is not Phase.BACKWARD else chain

@@ -5,6 +5,9 @@
 
 These are the values of eager's update, operator by operator. Pass ``project`` makes ``g`` without ``dW``. Weights whose
 products read one input share a stream, and with it ``p``: then one product of the input serves them all.
+
+Under autocast the product is of a lower precision than the weight, and eager casts ``dW`` before it projects. Here the
+product is projected as it is, by a ``p`` of its dtype, and ``g`` is cast: else no ``g`` could do without ``dW``.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import fx
 from roamc.capture.hooks import hooks_on
 from roamc.capture.optimizers import Group, Rule, shape_of
 from roamc.errors import CaptureError
+from roamc.graph.reader_kinds import chain_to_product
 from roamc.graph.rewrite import Writer
 from roamc.operators import ops
 from roamc.operators.projection import OF, projection
@@ -39,11 +43,13 @@ class Projected:
 
     Attributes:
         gradients: parameter name to the node of its gradient, projected where its update asks for that.
+        originals: name of each projected parameter to the node that is projected.
         streams: name of each projected parameter to the stream of its projections.
         whole: names of the projected parameters whose whole gradients have to be made first.
     """
 
     gradients: dict[str, fx.Node]
+    originals: dict[str, fx.Node] = field(default_factory=dict)
     streams: dict[str, int] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
 
@@ -54,7 +60,7 @@ class Projected:
         names = ", ".join(self.whole[:MOST_NAMES]) + (", ..." if len(self.whole) > MOST_NAMES else "")
         return (
             f"the gradients of {names} are made whole before they are projected: no product makes them as they are, as "
-            "of embeddings, of weights that are used twice or not as they are, and under autocast",
+            "of embeddings, and of weights that are used twice or not as they are",
         )
 
 
@@ -87,26 +93,35 @@ def project(
     if not wanted:
         return Projected(dict(gradients))
     _check_hooks(wanted, parameters)
-    streams = _streams(gradients, wanted, groups)
-    projections: dict[tuple[object, ...], tuple[fx.Node, fx.Node]] = {}
-    results = dict(gradients)
+    sources = {name: _source(gradients[name]) for name in wanted}
+    streams = _streams({name: source for name, (_, source) in sources.items()}, groups)
     position = {node: index for index, node in enumerate(writer.graph.nodes)}
+    written: dict[tuple[object, ...], fx.Node] = {}
+    results, originals = dict(gradients), dict[str, fx.Node]()
+
+    def projection_of(like: fx.Node, *numbers: Any) -> fx.Node:
+        value = like.meta["val"]
+        key = (*numbers, value.dtype, value.device)
+        if key not in written:
+            written[key] = writer.call(projection, *numbers, dtype=value.dtype, device=value.device)
+        return written[key]
+
     for name in sorted(wanted, key=lambda each: position[gradients[each]]):
         grad, group, (states, scalars) = gradients[name], groups[name], feeds[name]
-        value = grad.meta["val"]
-        numbers = group["seed"], streams[name], value.shape[1], wanted[name][1], group["basis"]
-        key = (scalars["counter"], *numbers, value.dtype, value.device)
+        whole = originals[name] = sources[name][0]
+        shape = grad.meta["val"].shape[1], wanted[name][1]
+        numbers = scalars["counter"], group["seed"], streams[name], *shape, group["basis"]
         writer.like = grad
         with writer.graph.inserting_before(grad.next):
-            if key not in projections:
-                p = writer.call(projection, scalars["counter"], *numbers, dtype=value.dtype, device=value.device)
-                projections[key] = p, writer.call(aten.t.default, p)
-            p, states["projection"] = projections[key]
-            results[name] = writer.call(aten.mm.default, grad, p)
-            results[name].meta[OF] = name
+            g = writer.call(aten.mm.default, whole, projection_of(whole, *numbers))
+            results[name] = g if whole is grad else writer.call(grad.target, g, **grad.kwargs)
+            states["projection"] = writer.call(aten.t.default, projection_of(grad, *numbers))
+        g.meta[OF] = name
+        if whole is not grad and not grad.users:
+            writer.graph.erase_node(grad)
     writer.like = None
-    whole = tuple(name for name in wanted if _input_of(gradients[name]) is None)
-    return Projected(results, streams, whole)
+    unfound = tuple(name for name, (_, source) in sources.items() if source is None)
+    return Projected(results, originals, streams, unfound)
 
 
 def _check_hooks(names: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
@@ -118,13 +133,13 @@ def _check_hooks(names: Mapping[str, Any], parameters: Mapping[str, torch.Tensor
             )
 
 
-def _streams(gradients: Mapping[str, fx.Node], names: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, int]:
+def _streams(sources: Mapping[str, fx.Node | None], groups: Mapping[str, Group]) -> dict[str, int]:
     """Streams of projected weights: one for all that read one input, unless an earlier step has given them out."""
     of_input: dict[fx.Node, int] = {}
     streams = {}
-    for name in sorted(names, key=lambda each: not groups[each]["shared"]):
-        own = streams[name] = groups[name]["stream"]
-        source = _input_of(gradients[name])
+    for name in sorted(sources, key=lambda each: not groups[each]["shared"]):
+        own, source = groups[name]["stream"], sources[name]
+        streams[name] = own
         if source is not None and groups[name]["shared"]:
             of_input.setdefault(source, own)
         elif source is not None:
@@ -132,19 +147,22 @@ def _streams(gradients: Mapping[str, fx.Node], names: Mapping[str, Any], groups:
     return streams
 
 
-def _input_of(gradient: fx.Node) -> fx.Node | None:
-    """What the product that makes a gradient multiplies from the right, whole; None if no product alone makes it."""
-    product, turns = _viewed(gradient)
-    if product.target is not aten.mm.default or turns % 2:
-        return None
-    factor: Any = product.args[1]
-    return _viewed(factor)[0]
+def _source(gradient: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """What is projected of a gradient, and what the product that makes it multiplies from the right, whole.
+
+    The first is the gradient, or what it is cast from; the second is None if no product makes it as it is.
+    """
+    cast: Any = gradient.args[0] if gradient.target is aten._to_copy.default else None
+    is_cast = cast is not None and cast.meta["val"].device == gradient.meta["val"].device
+    whole = cast if is_cast else gradient
+    chain = chain_to_product(whole)
+    if not chain:
+        return gradient, None
+    source: Any = chain[-1].args[1]
+    while source.op == "call_function" and (_is_view(source) or source.target is aten._to_copy.default):
+        source = source.all_input_nodes[0]
+    return whole, source
 
 
-def _viewed(node: fx.Node) -> tuple[fx.Node, int]:
-    """What ``node`` is a view of, through any number of views, and how many of them exchange two dimensions."""
-    turns = 0
-    while node.op == "call_function" and ops.is_view(node.target) and node.target is not operator.getitem:
-        turns += node.target is aten.t.default
-        node = node.all_input_nodes[0]
-    return node, turns
+def _is_view(node: fx.Node) -> bool:
+    return ops.is_view(node.target) and node.target is not operator.getitem

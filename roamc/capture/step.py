@@ -219,7 +219,7 @@ class _Assembly:
         feeds = self._add_inputs(graph, inputs[-1], groups)
         writer = Writer(graph, self.mode, Phase.BACKWARD)
         projected = project(writer, grads, self.rule, feeds, groups, self.traced.parameters)
-        whole, grads = grads, projected.gradients
+        grads = projected.gradients
         waits: dict[str, str] = {}
         with graph.inserting_before(end):
             if self.request.clip_grad_norm is not None:
@@ -242,9 +242,7 @@ class _Assembly:
             inputs=tuple(self.ports),
             outputs=(Port("loss", Role.LOSS), *self._handed_ports()),
             phase={**phase, **writer.phase},
-            gradients=tuple(
-                dict.fromkeys((whole if name in projected.streams else grads)[name].name for name in grads)
-            ),
+            gradients=tuple(dict.fromkeys(grad.name for grad in {**grads, **projected.originals}.values())),
             waits=waits,
             notes=self._notes(grads, projected),
         )

@@ -26,6 +26,8 @@ from roamc.operators import ops
 from roamc.operators.composite import Composite
 from roamc.operators.table import Kind
 
+aten = torch.ops.aten
+
 UPDATED = (Role.PARAMETER, Role.OPTIMIZER_STATE)
 """Roles of the inputs that an update writes."""
 
@@ -116,6 +118,24 @@ class ReaderKinds:
         pairs = zip(gradients, owners, strict=True) if per_input else ()
         of_parameters = {at for at, owner in pairs if owner.role is Role.PARAMETER}
         return {node for at, (node, _) in enumerate(values) if node is not None and at not in of_parameters}
+
+
+def chain_to_product(value: fx.Node) -> list[fx.Node]:
+    """Return ``value`` and what it is a view of, down to the product of two matrices that makes it; empty if none does.
+
+    Each view keeps all elements, and ``value`` has the rows and columns of the product.
+    """
+    chain: list[fx.Node] = []
+    turns = 0
+    while value.op == "call_function":
+        chain.append(value)
+        if value.target is aten.mm.default:
+            return [] if turns % 2 else chain
+        if value.target is not aten.t.default and not ops.rule(value.target).renames:
+            return []
+        turns += value.target is aten.t.default
+        value = value.all_input_nodes[0]
+    return []
 
 
 def _carried(node: fx.Node) -> tuple[int, ...]:

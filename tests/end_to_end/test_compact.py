@@ -244,6 +244,28 @@ def test_weights_that_are_used_twice_have_whole_gradients_and_a_note() -> None:
         assert relative(a.detach(), b.detach()) < 1e-5
 
 
+def test_under_autocast_gradients_are_projected_as_products_make_them() -> None:
+    model, twin = built(), built()
+    optimizer = compact(model)
+
+    def loss(net: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(net, batch)
+
+    step = roamc.train_step(model, loss, optimizer, strict=True, profile="cpu")
+    step(tokens(0))
+    assert len(step.plans[0].decisions["project"]["gradients"]) == 12
+    assert "whole" not in str(step.plans[0].notes)
+    assert streams(optimizer)[0] == [0, 0, 0, 3, 3, 5, 6, 6, 6, 9, 9, 11], "casts of one input are that input"
+    reference = shared(compact(twin), optimizer)
+    loss(twin, tokens(0)).backward()
+    reference.step()
+    for (name, weight), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        moments = [each.state[of]["exp_avg"] for each, of in ((optimizer, weight), (reference, other))]
+        assert moments[0].dtype is torch.float32
+        assert relative(*moments) < 2e-2, name
+
+
 def test_planned_bytes_fall_with_the_rank() -> None:
     """On the meta device: 4 layers of width 256, all projected but embedding and head."""
     with torch.device("meta"):
