@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class CompAct(torch.optim.Optimizer):
     ) -> None:
         defaults = {
             "lr": lr, "rank": rank, "every": every, "scale": scale, "betas": betas, "eps": eps,
-            "weight_decay": weight_decay, "dense": (dense,) if isinstance(dense, str) else tuple(dense),
+            "weight_decay": weight_decay, "dense": (dense,) if isinstance(dense, str) else dense,
             "dense_lr": dense_lr, "seed": seed, "basis": basis,
         }  # fmt: skip
         check_settings(defaults)
@@ -101,7 +102,11 @@ class CompAct(torch.optim.Optimizer):
         Raises:
             OptionError: as the class raises.
         """
+        if not isinstance(param_group, Mapping) or "params" not in param_group:
+            raise OptionError(f"CompAct: a parameter group is a dict with 'params', not {reprlib.repr(param_group)}")
         settings = {key: value for key, value in param_group.items() if key != "params"}
+        if isinstance(settings.get("dense"), str):
+            settings["dense"] = (settings["dense"],)
         group = {**self.defaults, **settings}
         check_settings(group)
         projected: list[Any] = []
@@ -294,7 +299,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_rank(value: Any) -> bool:
-    return value is None or (_is_number(value) and is_rank(value))
+    return value is None or (isinstance(value, int | float) and is_rank(value))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, Collection) and all(isinstance(part, str) and part for part in value)
 
 
 def _is_natural(value: Any, least: int) -> bool:
@@ -312,6 +321,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("every", lambda value: _is_natural(value, 1), "a number of steps, 1 at least"),
     ("scale", lambda value: _is_number(value) and value > 0, "a number above 0"),
     ("betas", _are_betas, "two numbers from 0, below 1"),
+    ("dense", _are_names, "parts of names of weights, such as ('embed', 'head'), or () for none"),
     ("eps", lambda value: _is_number(value) and value >= 0, "a number from 0"),
     ("weight_decay", lambda value: _is_number(value) and value >= 0, "a number from 0"),
     ("dense_lr", lambda value: value is None or (_is_number(value) and value >= 0), "a number from 0, or None"),

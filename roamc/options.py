@@ -145,7 +145,8 @@ def _names(option: str, kind: str, value: object) -> tuple[str, ...]:
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
         return tuple(value)
-    raise OptionError(f"{option} takes {kind} names, not {value!r}")
+    also = "; with settings, one dict of all: {'tempo': {}, 'compact': {'rank': 0.25}}" if option == "codecs" else ""
+    raise OptionError(f"{option} takes {kind} names, not {value!r}{also}")
 
 
 def _with_settings(codecs: Mapping[Any, Any]) -> tuple[str, ...]:

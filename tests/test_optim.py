@@ -139,7 +139,8 @@ def test_state_of_another_optimizer_or_rank_names_the_parameter() -> None:
         *({"seed": seed} for seed in (-1, 2**32, 0.5)),
         *({"lr": lr} for lr in (-1.0, True, float("inf"))),
         *({"scale": 0}, {"betas": (0.9, 1.0)}, {"betas": 0.9}, {"eps": -1e-8}, {"weight_decay": -1}, {"dense_lr": -1}),
-        *({"basis": "gauss"}, {"basis": None}),
+        *({"basis": "gauss"}, {"basis": None}, {"rank": torch.tensor(0.5)}),
+        *({"dense": dense} for dense in (None, (3,), ("",), 5)),
     ],
     ids=str,
 )
@@ -147,6 +148,19 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(OptionError, match=name):
         make(model_of(), **settings)
+
+
+@pytest.mark.parametrize("group", [{"lr": 1e-3}, [nn.Parameter(torch.ones(4, 4))]], ids=["no params", "no dict"])
+def test_groups_without_parameters_are_refused(group: Any) -> None:
+    optimizer = CompAct([nn.Parameter(torch.ones(4, 4))], dense=())
+    with pytest.raises(OptionError, match="a parameter group is a dict with 'params', not "):
+        optimizer.add_param_group(group)
+
+
+def test_one_name_may_stand_for_itself_in_a_group() -> None:
+    named = [(name, nn.Parameter(torch.ones(4, 4))) for name in ("head", "d")]
+    optimizer = CompAct([{"params": named, "dense": "head"}])
+    assert [len(group["params"]) for group in optimizer.param_groups if group["rank"]] == [1], "d is no part of 'd'"
 
 
 @pytest.mark.parametrize("name", ["foreach", "fused", "capturable", "amsgrad", "maximize", "differentiable"])

@@ -44,11 +44,11 @@ def lossy_names(names: Iterable[str]) -> tuple[str, ...]:
         names: names of such codecs, with or without settings: "compact", "compact:rank=1/8".
 
     Raises:
-        OptionError: there is no codec of a name, the codec is exact, or it has no such settings.
+        OptionError: there is no codec of a name, the codec is exact, it has no such settings, or it has two of them.
     """
     lossy = [codec.name for codec in CODECS if codec.error]
     exact = ", ".join(codec.name for codec in CODECS if not codec.error)
-    complete = []
+    complete: dict[str, str] = {}
     for name in names:
         head = name.partition(":")[0]
         if head not in lossy:
@@ -56,8 +56,10 @@ def lossy_names(names: Iterable[str]) -> tuple[str, ...]:
                 f"codecs: {head!r} is not a codec with an error; there are {', '.join(lossy)}{nearest(head, lossy)} "
                 f"Exact ones, which need no name: {exact}"
             )
-        complete.append(_set(name).name)
-    return tuple(dict.fromkeys(complete))
+        complete_name = _set(name).name
+        if complete.setdefault(head, complete_name) != complete_name:
+            raise OptionError(f"codecs: {head!r} has two settings, {complete[head]!r} and {complete_name!r}; give one")
+    return tuple(complete.values())
 
 
 def codec_of(name: str) -> Codec:
@@ -79,6 +81,8 @@ def _set(name: str) -> Codec:
     head, *parts = name.split(":")
     codec = next(codec for codec in CODECS if codec.name == head)
     settings = dict(part.partition("=")[::2] for part in parts)
+    if len(settings) < len(parts):
+        raise OptionError(f"codecs: {name!r} gives {head!r} a setting twice")
     if codec.set_to is not None:
         return codec.set_to(settings)
     if settings:

@@ -186,6 +186,8 @@ def broken() -> Iterator[tuple[str, str]]:
     yield "compact:rank=-1/4", "not '-1/4'"
     yield "compact:basis=gauss", "the basis of compact is gaussian or orthonormal, not 'gauss'; did you mean"
     yield "compact:columns=4", "compact has no setting 'columns'"
+    yield "compact:rank=4:rank=8", "gives 'compact' a setting twice"
+    yield "compact,compact:rank=8", "'compact' has two settings, 'compact:rank=0.25' and 'compact:rank=8'; give one"
 
 
 @pytest.mark.parametrize(("name", "says"), [*broken()])
@@ -197,8 +199,8 @@ def test_settings_out_of_range_are_refused(name: str, says: str) -> None:
 def test_settings_may_stand_in_a_dict_and_are_checked_in_plans() -> None:
     assert search.options_of({"codecs": {"compact": {"rank": 8}}}).codecs == ("compact:rank=8",)
     assert search.options_of({"codecs": {"compact": None}}).codecs == ("compact:rank=0.25",)
-    for wrong in ({"compact": 0.25}, {"compact": {"rank": True}}):
-        with pytest.raises(OptionError, match="codecs: the"):
+    for wrong in ({"compact": 0.25}, {"compact": {"rank": True}}, ["tempo", {"compact": {}}]):
+        with pytest.raises(OptionError, match="codecs"):
             search.options_of({"codecs": wrong})
     plan = search.run(graph(), search.options_of({"memory_budget": "light", "codecs": "compact"})).plan
     text = plan.to_json().replace("compact:rank=0.25", "compact:rank=0.0")
