@@ -22,7 +22,7 @@ from roamc.graph.memory import Place, build_memory
 from roamc.graph.reader_kinds import ReaderKinds
 from roamc.graph.storage_ids import number_result
 from roamc.options import Options
-from roamc.passes.retain.codecs import Coding
+from roamc.passes.retain.codecs import Coding, projections
 from roamc.passes.retain.codecs.projections import Products, projection_of
 from roamc.passes.retain.compress import (
     Code,
@@ -46,7 +46,7 @@ WORTH_SHARE = 1_000
 
 
 def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[tuple[Code, Offer]]:
-    """Return an offer for each codec that makes a saved storage smaller, exact codecs first, each in the graph's order.
+    """Return an offer for each codec that makes a saved storage smaller, those of :func:`may_cost_more` last.
 
     Where other saved storages can be made again from what is decoded, a second offer does so for all of them. Storages
     of no more than 1 / ``WORTH_SHARE`` of all saved bytes are left out.
@@ -66,7 +66,7 @@ def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[t
             if writer.in_time(value, coding):
                 again = [each for each in made_of(value, name, saved) if writer.may_run_late(each, value)]
                 candidates += [(value, name, coding, each) for each in ([(), again] if again else [()])]
-    candidates.sort(key=lambda candidate: candidate[1] in options.codecs)
+    candidates.sort(key=lambda candidate: may_cost_more(candidate[1], options))
     return [
         (
             Code(value.storage.name, name, tuple(each.storage.name for each in again)),
@@ -74,6 +74,14 @@ def offered(asked: Question, options: Options, profile: DeviceProfile) -> list[t
         )
         for place, (value, name, coding, again) in enumerate(candidates)
     ]
+
+
+def may_cost_more(codec: str, options: Options) -> bool:
+    """Whether to keep a value by ``codec`` is often worse than to make it again: it is asked for with and without.
+
+    Exact codes are of values that are hard to make again, such as masks. Others, and projections, are of any.
+    """
+    return codec in options.codecs or codec == projections.NAME
 
 
 @dataclass(frozen=True)

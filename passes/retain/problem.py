@@ -96,7 +96,8 @@ def _late(memory: MemoryModel, names: Sequence[str], sequence: Sequence[int]) ->
     """Move inputs that are projected for gradients, and projections, from where they are to their first readers.
 
     Such a product reads nothing that backward makes, so that an order may have it run in forward: there it waits in the
-    place of its input. That is less than the input, but more than an input that can run again.
+    place of its input. That is less than the input, but more than an input that can run again. None moves behind an
+    operator that writes over what it reads.
     """
     projections = [index for index, op in enumerate(memory.operators) if op.node.target is projection]
     if not projections:
@@ -107,10 +108,15 @@ def _late(memory: MemoryModel, names: Sequence[str], sequence: Sequence[int]) ->
     number = {name: at for at, name in enumerate(names)}
     moved = [*sequence]
     for index in (*inputs, *projections):
-        own, *users = (number[memory.operators[each].node.name] for each in (index, *_users(memory, index)))
+        own, *later = (number[memory.operators[each].node.name] for each in (index, *_later(memory, index)))
         moved.remove(own)
-        moved.insert(next(at for at, each in enumerate(moved) if each in users), own)
+        moved.insert(next(at for at, each in enumerate(moved) if each in later), own)
     return moved
+
+
+def _later(memory: MemoryModel, index: int) -> list[int]:
+    """The operators that must run behind operator ``index``."""
+    return [after for before, after in memory.edges if before == index]
 
 
 def _users(memory: MemoryModel, index: int) -> list[int]:

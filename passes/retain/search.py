@@ -19,7 +19,7 @@ from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.passes.retain.compress import compress
 from roamc.passes.retain.decision import Decision
-from roamc.passes.retain.offers import offered
+from roamc.passes.retain.offers import may_cost_more, offered
 from roamc.passes.retain.problem import Question, question
 from roamc.rewriting.arrange import keeps_order
 from roamc.rewriting.gathers import gathered_once, gathered_twice
@@ -89,9 +89,9 @@ class Choice:
         self.codes = tuple(code for code, _ in rows)
         offers = tuple(offer for _, offer in rows)
         self.asked = dataclasses.replace(plain, problem=dataclasses.replace(plain.problem, offers=offers))
-        exact = sum(code.codec not in options.codecs for code in self.codes)
+        first = sum(not may_cost_more(code.codec, options) for code in self.codes)
         self._fits = tuple((name, sum(code.codec == name for code in self.codes)) for name in options.codecs)
-        self.search = solver.Choice(self.asked.problem, first=exact)
+        self.search = solver.Choice(self.asked.problem, first=first)
         self._written: dict[tuple[int, ...], Question] = {(): plain}
 
     def decide(

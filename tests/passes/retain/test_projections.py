@@ -192,6 +192,63 @@ def test_what_is_not_only_projected_is_refused_by_name() -> None:
         compress(graph, [Code(name, projections.NAME)])
 
 
+class Latents(nn.Module):
+    """Weights whose inputs are parameters, which the step updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.ParameterList(nn.Parameter(torch.randn(8, WIDTH)) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for latent, layer in zip(self.latents, self.layers, strict=True):
+            x = torch.tanh(x) + layer(latent)
+        return x
+
+
+@pytest.mark.parametrize("budget", [None, "light", "50%", "min"])
+def test_parameters_are_projected_before_they_are_updated(budget: str | None) -> None:
+    losses = []
+    for options in ({"disable": "project"}, {"memory_budget": budget}):
+        torch.manual_seed(0)
+        model = Latents()
+        optimizer = CompAct(model.named_parameters(), lr=0.01, dense="latents")
+        step = roamc.train_step(model, squares, optimizer, strict=True, profile="cpu", **options)
+        losses.append(torch.stack([step(torch.ones(8, WIDTH)).detach() for _ in range(3)]))
+        assert sum(layer["exp_avg"].shape[-1] == WIDTH // 4 for layer in optimizer.state.values()) == 4
+    assert torch.allclose(*losses, rtol=1e-5)
+
+
+class Dropped(nn.Module):
+    """Masks, which only a code makes smaller, beside inputs that are made again for little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + F.dropout(down(F.dropout(F.gelu(up(norm(x))))))
+        return x
+
+
+def test_projections_keep_no_other_codes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under "light", what waits and is made again without projections is the least that may be needed with them."""
+    torch.manual_seed(0)
+    model, x = Dropped(), torch.randn(ROWS, WIDTH)
+    options: dict[str, Any] = {"loss_fn": squares, "profile": "cpu", "memory_budget": "light"}
+    plan = roamc.plan(model, x, optimizer=compact(model.named_parameters()), **options)
+    every = search.offered
+    monkeypatch.setattr(
+        search, "offered", lambda *asked: [row for row in every(*asked) if row[0].codec != projections.NAME]
+    )
+    plain = roamc.plan(model, x, optimizer=compact(model.named_parameters()), **options)
+    assert codes_of(plain)
+    assert plan.needed_bytes <= plain.needed_bytes
+
+
 class Llama(nn.Module):
     """Logits of a LLaMA whose head is its embedding, or not."""
 
