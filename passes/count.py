@@ -1,10 +1,11 @@
-"""count: a program whose codecs project counts its steps, so that each step has projections of its own.
+"""count: a program whose codecs project takes a number from the process, so that each step has its own projections.
 
     rewrite:  (first operator of forward)  -->  n = roamc.count(), (first operator of forward)
     checks:   the operator is one of forward, and the graph does not count already
 
-Codec ``compact`` makes its projections from ``n``, see :mod:`roamc.passes.retain.codecs.compact`, in forward and again
-behind it. No generator of the user's moves: all random numbers of the model are those that it draws without the codec.
+All programs of a process count together. Codec ``compact`` makes its projections from ``n``, in forward and again
+behind it, see :mod:`roamc.passes.retain.codecs.compact`. No generator of the user's moves: all random numbers of the
+model are those that it draws without the codec.
 """
 
 from __future__ import annotations

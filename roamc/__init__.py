@@ -7,6 +7,7 @@
 
 import torch
 
+from roamc import optim
 from roamc.errors import (
     BackwardTwiceError,
     BudgetError,
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "keep",
     "max_batch",
+    "optim",
     "optimize",
     "plan",
     "plans",

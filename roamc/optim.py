@@ -43,10 +43,11 @@ class CompAct(torch.optim.Optimizer):
     :func:`roamc.train_step` makes G^ without G, as (dY^T) (x P), so that gradients take r / n as well, and clips by the
     norm of G^. In eager and with ``torch.compile`` activations and gradients are dense.
 
-    Weights whose name has a part of ``dense`` in it, and parameters that are no matrix, get AdamW. The state of a
-    projected weight is "step", "exp_avg" and "exp_avg_sq". Projections of weights in one stream are the same: each has
-    a stream of its own, until a step of ``train_step`` lets those that read one input share. Streams stand in the
-    parameter groups, as "streams", and so in ``state_dict()``.
+    Weights whose name has a part of ``dense`` in it, parameters that are no matrix, and weights with too few columns
+    for a share below 1 to leave one out get AdamW. The state of a projected weight is "step", "exp_avg" and
+    "exp_avg_sq". Projections of weights in one stream are the same: each has a stream of its own, until a step of
+    ``train_step`` lets those that read one input share. Streams stand in the parameter groups, as "streams", and so in
+    ``state_dict()``.
 
     Args:
         params: ``model.named_parameters()``, or parameter groups with such ``"params"``; parameters without names where
@@ -146,7 +147,8 @@ class CompAct(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._told and any(group["streams"] for group in self.param_groups):
+        projected = (parameter for group in self.param_groups if group["streams"] for parameter in group["params"])
+        if not self._told and any(parameter.grad is not None for parameter in projected):
             self._told = True
             log.info(
                 "CompAct.step() was given whole gradients: they and activations are dense here, and states alone are "
@@ -233,7 +235,7 @@ def share_streams(optimizer: torch.optim.Optimizer, streams: Mapping[int, int]) 
     """
     for group in optimizer.param_groups if isinstance(optimizer, CompAct) else ():
         if not group["shared"] and any(id(parameter) in streams for parameter in group["params"]):
-            pairs = zip(group["params"], group["streams"], strict=False)
+            pairs = zip(group["params"], group["streams"], strict=True)
             group["streams"] = [streams.get(id(parameter), own) for parameter, own in pairs]
             group["shared"] = True
 
@@ -266,6 +268,8 @@ def _projects(named: Any, group: Group) -> bool:
         what = "a DTensor" if is_dtensor(parameter) else f"of {parameter.dtype}"
         raise OptionError(f"CompAct does not project {name}, which is {what}: name it in dense=, for AdamW")
     columns = columns_of(group["rank"], parameter.shape[1])
+    if group["rank"] < 1 and columns == parameter.shape[1]:
+        return False
     if columns > parameter.shape[1]:
         raise OptionError(
             f"CompAct cannot project {name} of shape {list(parameter.shape)} to rank={group['rank']} columns: lower "
@@ -335,10 +339,10 @@ def _check_loaded(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Non
     for (name, parameter, group), (index, saved) in zip(_each(groups), _each_saved(saved_groups), strict=False):
         shape = shape_of(group, parameter.shape)
         kept = state_dict["state"].get(index, {}).get("exp_avg")
-        if group["rank"] is not None and "rank" not in saved:
+        if "rank" not in saved:
             raise OptionError(
-                f"the loaded state is no CompAct's: {name} is projected to {list(shape)} and needs moments of that "
-                "shape; load it into the optimizer that it is of, or begin without state"
+                f"the loaded state is no CompAct's, whose moments of {name} have shape {list(shape)}, and whose groups "
+                "have ranks and streams: load it into the optimizer that it is of, or begin without state"
             )
         if len(groups) == len(saved_groups):
             loaded = shape_of(saved, parameter.shape) if "rank" in saved else tuple(parameter.shape)

@@ -171,6 +171,30 @@ def test_settings_of_torchs_optimizers_are_refused(name: str) -> None:
         CompAct([{"params": [*model_of().named_parameters()], name: True}])
 
 
+def test_a_state_of_adamw_is_refused_where_nothing_is_projected_too() -> None:
+    model = nn.Sequential(nn.LayerNorm(8))
+    other = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OptionError, match=r"the loaded state is no CompAct's, whose moments of 0\.weight"):
+        make(model).load_state_dict(other.state_dict())
+
+
+def test_weights_of_too_few_columns_to_leave_one_out_get_adamw() -> None:
+    model = nn.Sequential(nn.Linear(1, 64), nn.Linear(64, 2, bias=False))
+    shapes = [group["params"][0].shape for group in make(model, rank=1 / 4).param_groups]
+    assert shapes == [(2, 64), (64, 1)]
+    assert make(model, rank=1).param_groups[0]["params"][0].shape == (64, 1), "as asked"
+
+
+def test_a_step_without_gradients_tells_of_none(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    optimizer = make(model)
+    with caplog.at_level("INFO"):
+        optimizer.step()
+        assert "whole gradients" not in caplog.text
+        train(model, optimizer, 1)
+        assert "whole gradients" in caplog.text
+
+
 def test_weights_need_names_to_be_left_out() -> None:
     with pytest.raises(OptionError, match="named_parameters"):
         CompAct(model_of().parameters())

@@ -276,8 +276,8 @@ class _Assembly:
         names = {id(parameter): name for name, parameter in self.traced.parameters.items()}
         groups = {}
         for index, group in enumerate(self.request.optimizer.param_groups):
-            streams = itertools.chain(group.get("streams", ()), itertools.repeat(None))
-            for parameter, stream in zip(group["params"], streams, strict=False):
+            streams = None if self.rule.shape is None else group["streams"]
+            for parameter, stream in zip(group["params"], streams or itertools.repeat(None), strict=False):
                 groups[names[id(parameter)]] = {**group, "index": index, "stream": stream}
         return groups
 

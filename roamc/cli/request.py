@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -36,8 +38,15 @@ from roamc.report.picture import Course, Picture, draw, follow
 from roamc.solvers.warm_up import warm_up
 from roamc.units import Seconds
 
-COMPACT = ("rank", "every", "scale", "basis", "seed")
-"""Settings of the optimizer that ``--set`` gives beside those of the model, with ``--optimizer compact``."""
+FRACTION = re.compile(r"[0-9]+/[1-9][0-9]*")
+
+COMPACT: Mapping[str, Callable[[Any], Any]] = {
+    "rank": lambda value: float(Fraction(value)) if isinstance(value, str) and FRACTION.fullmatch(value) else value,
+    "dense": lambda value: tuple(part.strip() for part in str(value).split(",") if part.strip()),
+    **dict.fromkeys(("every", "scale", "basis", "seed"), lambda value: value),
+}
+"""Settings of the optimizer that ``--set`` gives beside those of the model, with ``--optimizer compact``, by name, and
+how each is read."""
 
 Say = Callable[[str], None]
 """A function that is called with a few words on what is being done."""
@@ -282,7 +291,7 @@ def _settings(request: Request) -> dict[str, Setting]:
 def _settings_of_optimizer(request: Request) -> dict[str, Any]:
     """Those of ``request.sets`` that are the optimizer's."""
     sets = dict(parse_setting(text) for text in request.sets) if request.optimizer == "compact" else {}
-    return {key: value for key, value in sets.items() if key in COMPACT}
+    return {key: COMPACT[key](value) for key, value in sets.items() if key in COMPACT}
 
 
 def options_of(request: Request) -> Options:

@@ -14,7 +14,7 @@ In a graph of ``torch.compile`` the walk ends at outputs that are the gradient o
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,13 @@ from roamc.operators.composite import Composite
 from roamc.operators.table import Kind
 
 aten = torch.ops.aten
+
+TURNS: dict[Any, Callable[..., bool]] = {
+    aten.t.default: lambda: True,
+    aten.transpose.int: lambda first, second: (first - second) % 2 == 1,
+    aten.permute.default: lambda dims: dims[0] % 2 == 1,
+}
+"""Views of matrices: whether a call with these arguments exchanges rows and columns."""
 
 UPDATED = (Role.PARAMETER, Role.OPTIMIZER_STATE)
 """Roles of the inputs that an update writes."""
@@ -126,14 +133,14 @@ def chain_to_product(value: fx.Node) -> list[fx.Node]:
     Each view keeps all elements, and ``value`` has the rows and columns of the product.
     """
     chain: list[fx.Node] = []
-    turns = 0
+    turned = False
     while value.op == "call_function":
         chain.append(value)
         if value.target is aten.mm.default:
-            return [] if turns % 2 else chain
-        if value.target is not aten.t.default and not ops.rule(value.target).renames:
+            return [] if turned else chain
+        if value.target not in TURNS and not ops.rule(value.target).renames:
             return []
-        turns += value.target is aten.t.default
+        turned ^= value.target in TURNS and TURNS[value.target](*value.args[1:])
         value = value.all_input_nodes[0]
     return []
 

@@ -41,11 +41,11 @@ def notes(
 
 def _note(name: str, used: list[Encoding], fits: int | None) -> str:
     if not used and fits is None:
-        return f"codec {name} is not used: all values wait as they are; a lower memory_budget may need it"
+        return f"codec {name} is not used: all values wait as they are; a memory_budget, or a lower one, may need it"
     if fits == 0:
         return f"codec {name} is not used: it fits no value that waits for backward"
     of = "" if fits is None else f" of {fits}"
-    rest = "; to keep the others or run them again takes no more time" if fits is not None and fits > len(used) else ""
+    rest = "; the others are kept or made again" if fits is not None and fits > len(used) else ""
     values = "value" if (len(used) if fits is None else fits) == 1 else "values"
     return f"codec {name}: {len(used)}{of} {values}" + "".join(f", {part}" for part in _errors(used)) + rest
 

@@ -162,6 +162,7 @@ def test_compact_takes_settings_beside_those_of_the_model() -> None:
         return nbytes
 
     assert states("rank=0.25", "dropout=0.1") == states() < states("rank=0.5", "basis=orthonormal")
+    assert states("rank=1/4", "dense=embed,head,o_proj") == states() < states("dense=absent,.")
     assert "rank=0" in run("plan", "gpt", *SMALL, "--optimizer", "compact", "--set", "rank=0", code=1).stderr
     assert "'rank'" in run("plan", "gpt", *SMALL, "--set", "rank=0.5", code=1).stderr, "AdamW has none"
 

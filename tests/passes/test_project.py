@@ -98,6 +98,16 @@ def test_an_input_that_is_a_product_is_projected() -> None:
     assert len(called(after, projection)) == 1
 
 
+@pytest.mark.parametrize(
+    "turned", [lambda w: w.mT, lambda w: w.T, lambda w: w.transpose(0, 1), lambda w: w.permute(-1, 0)]
+)
+def test_every_way_to_turn_a_matrix_is_one(turned: Callable[[Tensor], Tensor]) -> None:
+    after, decision = rewritten(graph_of(lambda x, first, second: turned((first.t() @ x).t()) @ p_of(x)))
+    assert len(decision.gradients) == 1
+    assert [tuple(node.meta["val"].shape) for node in called(after, aten.mm.default)] == [(6, 2), (8, 2)]
+    assert rewritten(graph_of(lambda x, first, second: turned(x.t() @ first) @ p_of(first)))[1] == Decision()
+
+
 STAYS: dict[str, Step] = {
     "the whole gradient is read": lambda x, first, second: ((w := first.t() @ x), w @ p_of(x)),
     "it is a sum of two": lambda x, first, second: (first.t() @ x + second.t() @ x) @ p_of(x),
