@@ -146,12 +146,15 @@ def _bytes(tensors: Iterable[Placed]) -> Bytes:
 def elements(node: fx.Node) -> int:
     """Return the number of elements that ``node``, a ``call_function`` node, works through; 0 without tensors.
 
-    This is the size of its largest argument or result. Elements that an expanded dimension repeats count each time. A
-    tensor that is read or written by index is left out: the picked elements count, as indices, source or result.
+    This is the size of its largest argument or result, unless the cost table has a formula. Elements that an expanded
+    dimension repeats count each time. A tensor that is read or written by index is left out: the picked elements count,
+    as indices, source or result.
     """
     call = call_of(node)
     cost = ops.rule(call.target).cost
     results = [tensor for _, tensor in tensors_of(node)]
+    if cost.elements is not None:
+        return cost.elements(call, results[0])
     left_out = cost.picks_from
     if kind_of(node) == "scatter":
         left_out, results = cost.written_into, []

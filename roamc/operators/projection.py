@@ -38,8 +38,13 @@ BASES = ("gaussian", "orthonormal")
 COMPACT = "compact"
 """The codec that projects, see :mod:`roamc.passes.retain.codecs.compact`; pass ``count`` counts for it."""
 
-PIECE = 1 << 16
-"""Elements that are made at a time; a multiple of :data:`roamc.operators.counter.WORDS`."""
+PIECE, PIECE_ON_A_GPU = 1 << 16, 1 << 20
+"""Elements that are made at a time, multiples of :data:`roamc.operators.counter.WORDS`. A piece stays in a CPU's cache;
+on a GPU it is to be longer than the launches of its hundred and fifty operators."""
+
+DRAWS, DRAWS_ON_A_GPU = {"gaussian": 5, "orthonormal": 1}, {"gaussian": 100, "orthonormal": 20}
+"""Basis to how many numbers are drawn in the time of an element: measured on a CPU; on a GPU, the bytes of all that is
+made on the way to an element over those of a draw."""
 
 BYTES_OF_A_RUN: Bytes = 109
 """What a Gaussian projection takes, while it is made, for each run of Philox in a piece."""
@@ -95,8 +100,9 @@ def write_projection(
     key = torch.full((), _signed(seed | stream << 32), dtype=torch.int64, device=out.device)
     if basis == "gaussian":
         flat = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        for begin in range(0, n * r, PIECE):
-            piece = flat.view(-1)[begin : begin + PIECE]
+        size = _piece(out.device)
+        for begin in range(0, n * r, size):
+            piece = flat.view(-1)[begin : begin + size]
             piece.copy_(_normals(key, first + begin // WORDS, piece.numel()).mul_(1 / math.sqrt(r)))
         if flat is not out:
             out.copy_(flat)
@@ -121,13 +127,22 @@ def columns_of(rank: float, n: int) -> int:
     return max(1, round(n * rank)) if rank <= 1 else int(rank)
 
 
-def piece_bytes(n: int, r: int, basis: str) -> Bytes:
+def piece_bytes(n: int, r: int, basis: str, device: torch.device) -> Bytes:
     """Return the most bytes that :func:`write_projection` takes beside ``out``, which is contiguous."""
     if basis == "gaussian":
-        return BYTES_OF_A_RUN * -(-min(PIECE, n * r) // WORDS) + A_FEW
-    elements = min(max(1, PIECE // r), n) * r
+        return BYTES_OF_A_RUN * -(-min(_piece(device), n * r) // WORDS) + A_FEW
+    elements = min(max(1, _piece(device) // r), n) * r
     spread = BYTES_OF_AN_ELEMENT * elements + BYTES_OF_A_ROW * n + BYTES_OF_A_COLUMN * r
     return (max(spread, BYTES_OF_A_CHOICE * n) if r < n else 0) + A_FEW
+
+
+def draws(basis: str, device: torch.device) -> int:
+    """Return how many numbers ``device`` draws in the time in which it makes an element of a projection."""
+    return (DRAWS if device.type == "cpu" else DRAWS_ON_A_GPU)[basis]
+
+
+def _piece(device: torch.device) -> int:
+    return PIECE if device.type == "cpu" else PIECE_ON_A_GPU
 
 
 def _signed(bits: int) -> int:
@@ -188,7 +203,7 @@ def _write_columns(key: Tensor, first: int, out: Tensor) -> None:
     chosen = torch.argsort(words >> 1, stable=True)[:r]
     block, place, size = _blocks(n, out.device)
     scale = (1 - 2 * (words & 1)).to(torch.float32) / size.sqrt() * math.sqrt(n / r)
-    rows = max(1, PIECE // r)
+    rows = max(1, _piece(out.device) // r)
     for begin in range(0, n, rows):
         of = slice(begin, begin + rows)
         signs = _signs(place[of, None], place[chosen]).masked_fill_(block[of, None] != block[chosen], 0)

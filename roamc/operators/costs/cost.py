@@ -37,6 +37,8 @@ class Cost:
             of another argument. None if it reads all arguments whole.
         written_into: only for kind "scatter": position of the tensor written into, whose elements are not counted as
             work; None if there is none.
+        elements: formula for the elements of ``kind`` that it works through; None for those of its largest argument or
+            result.
         read_as: position of an argument to a test of its strides; a CPU's kernel copies an argument that fails it.
         like_first: a CPU's kernel copies the second argument unless both have channels last, or neither has.
         workspace: formula for the workspace on a CPU beside the copies of ``read_as`` and ``like_first``; None if that
@@ -58,6 +60,7 @@ class Cost:
     unread_in_place: tuple[int, ...] = ()
     picks_from: int | None = None
     written_into: int | None = 0
+    elements: Callable[[Call, torch.Tensor], int] | None = None
     read_as: Mapping[int, Ordered] = field(default_factory=dict)
     like_first: bool = False
     workspace: Workspace | None = None

@@ -13,7 +13,7 @@ from roamc.operators.call import Call, broadcast_elements, rows_of, tensor_at
 from roamc.operators.costs.arguments import INLINE_DIMS, is_half
 from roamc.operators.counter import PIECE, PIECE_BYTES
 from roamc.operators.kernels import piece_elements
-from roamc.operators.projection import piece_bytes
+from roamc.operators.projection import draws, piece_bytes
 from roamc.operators.scores import BYTES_OF_A_LABEL
 from roamc.units import Bytes
 
@@ -58,7 +58,12 @@ def activation_inputs(call: Call, result: torch.Tensor) -> Bytes:
 def piece_of_a_projection(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``projection``, on every device."""
     rows, columns, basis = call.args[3:6]
-    return piece_bytes(rows, columns, basis)
+    return piece_bytes(rows, columns, basis, result.device)
+
+
+def draws_of_a_projection(call: Call, result: torch.Tensor) -> int:
+    """What ``projection`` works through, in numbers that are drawn."""
+    return draws(call.args[5], result.device) * result.numel()
 
 
 def columns_of_norms(call: Call, result: torch.Tensor) -> Bytes:

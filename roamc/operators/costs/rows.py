@@ -153,7 +153,12 @@ ROWS: dict[str, Cost] = {
     "roamc::lost_columns": Cost("pointwise", workspace=others.columns_of_norms, buffers=others.columns_of_norms),
     "roamc::norm_input": Cost("pointwise", workspace=others.norm_inputs_of, buffers=others.norm_inputs_of),
     "roamc::count": Cost("pointwise", any_dtypes=True),
-    "roamc::projection": Cost("random", workspace=others.piece_of_a_projection, buffers=others.piece_of_a_projection),
+    "roamc::projection": Cost(
+        "random",
+        elements=others.draws_of_a_projection,
+        workspace=others.piece_of_a_projection,
+        buffers=others.piece_of_a_projection,
+    ),
     # Random.
     **dict.fromkeys(("bernoulli", "uniform", "exponential", "random"), _DRAW),
     "normal": dataclasses.replace(_DRAW, workspace=others.around),
