@@ -7,6 +7,7 @@ kernels.py          chapter: functions of ours that write into planned memory
 corrections.py      chapter: results that differ from what torch's fake kernels give; fakes.py: fake kernels of ours
 out_variants.py     how an operator puts its results into planned memory, which follows from the chapters
 
-random.py, projection.py, collectives.py, split_collectives.py, shards.py, effects.py   operators of ours
+random.py, projection.py, activations.py, norm_inputs.py, counter.py   operators of ours for masks and codecs
+collectives.py, split_collectives.py, shards.py, effects.py            and for ranks and checks
 schemas.py, call.py, index_ranges.py    names, arguments and calls
 """
