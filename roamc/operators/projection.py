@@ -4,19 +4,20 @@
     p = roamc.projection(counter, seed, stream, n, r, "gaussian", dtype=dtype, device=device)   # [n, r], E[p p^T] = 1
     z = x @ p                                                                                   # [tokens, r]
 
-    gaussian      elements of N(0, 1 / r)
+    gaussian      elements of N(0, 1 / r), each one of 2**16 numbers of equal probability
     orthonormal   q * sqrt(n / r), where the columns of q are r of the n columns of a signed Hadamard matrix. Such a
                   matrix has a power of two of rows: for another n there is one on the diagonal for each power of two
                   that n is the sum of, the largest first. For r = n it is the identity: with no column left out nothing
                   has to be spread, and an optimizer that works element by element does what it does without p.
 
-Four elements take one run of :func:`roamc.operators.counter.philox`, whose key is ``seed`` and ``stream`` and whose
-counter is ``counter`` and the number of the elements. All that follows is sums, products, quotients and square roots in
-float32, which every device rounds in one way; logarithm, sine and cosine are series of them.
+Eight elements take one run of :func:`roamc.operators.counter.philox`, whose key is ``seed`` and ``stream`` and whose
+counter is ``counter`` and the number of the elements: half a word is the number of an element in a table. All that
+follows is sums, products, quotients and square roots in float32, which every device rounds in one way.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -39,14 +40,20 @@ COMPACT = "compact"
 """The codec that projects, see :mod:`roamc.passes.retain.codecs.compact`; pass ``count`` counts for it."""
 
 PIECE, PIECE_ON_A_GPU = 1 << 16, 1 << 20
-"""Elements that are made at a time, multiples of :data:`roamc.operators.counter.WORDS`. A piece stays in a CPU's cache;
-on a GPU it is to be longer than the launches of its hundred and fifty operators."""
+"""Elements that are made at a time, multiples of :data:`NUMBERS`. A piece stays in a CPU's cache; on a GPU it is to be
+longer than the launches of its hundred operators."""
 
-DRAWS, DRAWS_ON_A_GPU = {"gaussian": 5, "orthonormal": 1}, {"gaussian": 100, "orthonormal": 20}
+DRAWS, DRAWS_ON_A_GPU = {"gaussian": 2, "orthonormal": 1}, {"gaussian": 60, "orthonormal": 20}
 """Basis to how many numbers are drawn in the time of an element: measured on a CPU; on a GPU, the bytes of all that is
 made on the way to an element over those of a draw."""
 
-BYTES_OF_A_RUN: Bytes = 109
+NUMBERS = 2 * WORDS
+"""Numbers of 16 bits that one run of Philox gives."""
+
+GRID = 1 << 20
+"""Elements of N(0, 1) are multiples of one part of this: no rounding before changes one, on whatever processor."""
+
+BYTES_OF_A_RUN: Bytes = 88
 """What a Gaussian projection takes, while it is made, for each run of Philox in a piece."""
 
 BYTES_OF_AN_ELEMENT, BYTES_OF_A_ROW, BYTES_OF_A_COLUMN = 16, 40, 8
@@ -55,7 +62,7 @@ BYTES_OF_AN_ELEMENT, BYTES_OF_A_ROW, BYTES_OF_A_COLUMN = 16, 40, 8
 BYTES_OF_A_CHOICE: Bytes = 52
 """And what it takes for each row before, while it chooses columns."""
 
-A_FEW: Bytes = 24
+A_FEW: Bytes = 32
 """What either takes beside that, at most."""
 
 for _overload, _counter in (("", "Scalar"), (".counted", "Tensor")):
@@ -103,7 +110,7 @@ def write_projection(
         size = _piece(out.device)
         for begin in range(0, n * r, size):
             piece = flat.view(-1)[begin : begin + size]
-            piece.copy_(_normals(key, first + begin // WORDS, piece.numel()).mul_(1 / math.sqrt(r)))
+            piece.copy_(_normals(key, first + begin // NUMBERS, piece.numel()).mul_(1 / math.sqrt(r)))
         if flat is not out:
             out.copy_(flat)
     elif r == n:
@@ -130,7 +137,7 @@ def columns_of(rank: float, n: int) -> int:
 def piece_bytes(n: int, r: int, basis: str, device: torch.device) -> Bytes:
     """Return the most bytes that :func:`write_projection` takes beside ``out``, which is contiguous."""
     if basis == "gaussian":
-        return BYTES_OF_A_RUN * -(-min(_piece(device), n * r) // WORDS) + A_FEW
+        return BYTES_OF_A_RUN * -(-min(_piece(device), n * r) // NUMBERS) + A_FEW
     elements = min(max(1, _piece(device) // r), n) * r
     spread = BYTES_OF_AN_ELEMENT * elements + BYTES_OF_A_ROW * n + BYTES_OF_A_COLUMN * r
     return (max(spread, BYTES_OF_A_CHOICE * n) if r < n else 0) + A_FEW
@@ -155,45 +162,22 @@ def _words(key: Tensor, first: int, count: int) -> tuple[Tensor, ...]:
 
 
 def _normals(key: Tensor, first: int, count: int) -> Tensor:
-    """``count`` numbers of N(0, 1), float32, by Box and Muller: two of each two words."""
-    words = _words(key, first, count)
-    normals = torch.empty((words[0].numel(), WORDS), dtype=torch.float32, device=key.device)
-    for at in (0, 2):
-        radius = _radius(words[at])
-        cosine, sine = _on_the_circle(words[at + 1])
-        torch.mul(radius, cosine, out=normals[:, at])
-        torch.mul(radius, sine, out=normals[:, at + 1])
-    return normals.view(-1)[:count]
+    """``count`` numbers of N(0, 1), float32, from counter ``first`` on."""
+    bits = torch.empty((-(-count // NUMBERS), WORDS), dtype=torch.int32, device=key.device)
+    for at, word in enumerate(philox(key, torch.arange(first, first + len(bits), device=key.device))):
+        bits[:, at] = word
+    number = bits.view(torch.int16).view(-1)[:count].to(torch.int32).bitwise_and_((1 << 16) - 1)
+    return quantiles(key.device).index_select(0, number)
 
 
-def _radius(word: Tensor) -> Tensor:
-    """The square root of -2 log(u), where u in (0, 1] is made of the upper 24 bits of ``word``."""
-    u = (word >> 8).to(torch.float32).add_(0.5).mul_(2.0**-24)
-    mantissa, exponent = torch.frexp(u)
-    s = (mantissa - 1).div_(mantissa.add_(1))  # log((1 + s) / (1 - s)) = 2 (s + s^3 / 3 + ...), and s in (-1/3, 0]
-    logarithm = _series(s * s, [1 / k for k in range(1, 15, 2)]).mul_(s).mul_(2)
-    logarithm.add_(exponent.to(torch.float32).mul_(math.log(2)))
-    return logarithm.mul_(-2).sqrt_()
-
-
-def _on_the_circle(word: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of an angle: a quadrant by the upper 2 bits of ``word``, and a place in it by the next 24."""
-    quadrant = word >> 30
-    angle = ((word >> 6) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24).sub_(0.5).mul_(math.pi / 2)
-    square = angle * angle
-    cosine = _series(square, [(-1) ** k / math.factorial(2 * k) for k in range(6)])
-    sine = _series(square, [(-1) ** k / math.factorial(2 * k + 1) for k in range(6)]).mul_(angle)
-    turned = (quadrant & 1).to(torch.bool)
-    x, y = torch.where(turned, sine, cosine), torch.where(turned, cosine, sine)
-    return x.mul_(1 - ((quadrant + 1) & 2)), y.mul_(1 - (quadrant & 2))
-
-
-def _series(x: Tensor, factors: list[float]) -> Tensor:
-    """The sum of ``factors[k] * x**k``, which has more than one; from the last on, each product and sum rounded."""
-    total = x * factors[-1]
-    for factor in reversed(factors[1:-1]):
-        total.add_(factor).mul_(x)
-    return total.add_(factors[0])
+@functools.cache
+def quantiles(device: torch.device) -> Tensor:
+    """Return the means of 2**16 equally probable parts of N(0, 1), float32, scaled so that their variance is 1."""
+    bounds = torch.special.ndtri(torch.arange((1 << 16) + 1, dtype=torch.float64) / (1 << 16))
+    density = torch.exp(bounds.square() / -2)
+    means = density[:-1] - density[1:]
+    means *= GRID / means.square().mean().sqrt()
+    return (means.round() / GRID).float().to(device)
 
 
 def _write_columns(key: Tensor, first: int, out: Tensor) -> None:
