@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roamc.compat import without_autocast
 from roamc.compat_dtensor import is_dtensor
 from roamc.errors import OptionError, nearest
 from roamc.operators.projection import BASES, columns_of, is_rank, projection
@@ -43,8 +44,8 @@ class CompAct(torch.optim.Optimizer):
     :func:`roamc.train_step` makes G^ without G, as (dY^T) (x P), so that gradients take r / n as well, and clips by the
     norm of G^. In eager and with ``torch.compile`` activations and gradients are dense.
 
-    Weights whose name has a part of ``dense`` in it, parameters that are no matrix, and weights with too few columns
-    for a share below 1 to leave one out get AdamW. The state of a projected weight is "step", "exp_avg" and
+    Weights whose name has a part of ``dense`` in it, parameters that are no matrix, and weights of so few rows that P
+    takes more than gradient and moments lose by it get AdamW. The state of a projected weight is "step", "exp_avg" and
     "exp_avg_sq". Projections of weights in one stream are the same: each has a stream of its own, until a step of
     ``train_step`` lets those that read one input share. Streams stand in the parameter groups, as "streams", and so in
     ``state_dict()``.
@@ -92,6 +93,8 @@ class CompAct(torch.optim.Optimizer):
             "dense_lr": dense_lr, "seed": seed, "basis": basis,
         }  # fmt: skip
         check_settings(defaults)
+        if rank is None:
+            raise OptionError("CompAct: rank=None must be a share of n or a number of columns; groups may have None")
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -160,7 +163,8 @@ class CompAct(torch.optim.Optimizer):
             streams: Iterable[int | None] = group["streams"] or [None] * len(group["params"])
             for parameter, stream in zip(group["params"], streams, strict=True):
                 if parameter.grad is not None:
-                    self._update(parameter, group, stream, latest)
+                    with without_autocast():
+                        self._update(parameter, group, stream, latest)
         return loss
 
     def _update(
@@ -262,20 +266,26 @@ def _projects(named: Any, group: Group) -> bool:
         raise OptionError(
             "CompAct leaves out weights by their names: give it model.named_parameters(), or dense=() to project all"
         )
-    if any(part in str(name) for part in group["dense"]):
+    if any(part in str(name) for part in group["dense"]) or not _pays(group, parameter.shape):
         return False
     if is_dtensor(parameter) or not parameter.is_floating_point():
         what = "a DTensor" if is_dtensor(parameter) else f"of {parameter.dtype}"
         raise OptionError(f"CompAct does not project {name}, which is {what}: name it in dense=, for AdamW")
     columns = columns_of(group["rank"], parameter.shape[1])
-    if group["rank"] < 1 and columns == parameter.shape[1]:
-        return False
     if columns > parameter.shape[1]:
         raise OptionError(
             f"CompAct cannot project {name} of shape {list(parameter.shape)} to rank={group['rank']} columns: lower "
             "rank, give a share such as 1/4, or name the weight in dense="
         )
     return True
+
+
+def _pays(group: Group, shape: Sequence[int]) -> bool:
+    """Whether P has no more elements than gradient and moments of a weight lose by it; True where it keeps them all."""
+    rows, whole = shape
+    columns = columns_of(group["rank"], whole)
+    kept = group["rank"] == 1 or columns >= whole > 1
+    return kept or whole * columns <= 3 * rows * (whole - columns)
 
 
 def check_settings(settings: Group) -> None:
@@ -343,6 +353,11 @@ def _check_loaded(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Non
             raise OptionError(
                 f"the loaded state is no CompAct's, whose moments of {name} have shape {list(shape)}, and whose groups "
                 "have ranks and streams: load it into the optimizer that it is of, or begin without state"
+            )
+        if saved["rank"] is not None and len(saved.get("streams", ())) != len(saved["params"]):
+            raise OptionError(
+                f"the loaded group of {name} has {len(saved['params'])} weights, and not as many streams: load all of "
+                "what state_dict() of a CompAct returned"
             )
         if len(groups) == len(saved_groups):
             loaded = shape_of(saved, parameter.shape) if "rank" in saved else tuple(parameter.shape)

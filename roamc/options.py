@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,10 +143,10 @@ def _names(option: str, kind: str, value: object) -> tuple[str, ...]:
         return ()
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-        return tuple(value)
-    also = "; with settings, one dict of all: {'tempo': {}, 'compact': {'rank': 0.25}}" if option == "codecs" else ""
-    raise OptionError(f"{option} takes {kind} names, not {value!r}{also}")
+    if isinstance(value, list | tuple | Set) and all(isinstance(part, str) for part in value):
+        return tuple(sorted(value) if isinstance(value, Set) else value)
+    also = ", such as 'tempo', or with settings {'tempo': {}, 'compact': {'rank': 0.25}}" if option == "codecs" else ""
+    raise OptionError(f"{option} takes {kind} names{also}, not {value!r}")
 
 
 def _with_settings(codecs: Mapping[Any, Any]) -> tuple[str, ...]:

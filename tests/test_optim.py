@@ -91,12 +91,12 @@ def test_states_have_the_shape_of_the_projected_gradient() -> None:
 
 
 def test_columns_are_a_share_or_a_number() -> None:
-    weight = ("w", nn.Parameter(torch.ones(3, 10)))
+    weight = ("w", nn.Parameter(torch.ones(30, 10)))
     for rank, columns in ((1 / 4, 2), (0.26, 3), (1, 10), (1.0, 10), (7, 7), (0.001, 1)):
         optimizer = CompAct([weight], rank=rank)
-        weight[1].grad = torch.ones(3, 10)
+        weight[1].grad = torch.ones(30, 10)
         optimizer.step()
-        assert optimizer.state[weight[1]]["exp_avg_sq"].shape == (3, columns)
+        assert optimizer.state[weight[1]]["exp_avg_sq"].shape == (30, columns)
 
 
 @pytest.mark.parametrize("way", ["state_dict", "pickle", "deepcopy"])
@@ -178,11 +178,42 @@ def test_a_state_of_adamw_is_refused_where_nothing_is_projected_too() -> None:
         make(model).load_state_dict(other.state_dict())
 
 
-def test_weights_of_too_few_columns_to_leave_one_out_get_adamw() -> None:
-    model = nn.Sequential(nn.Linear(1, 64), nn.Linear(64, 2, bias=False))
-    shapes = [group["params"][0].shape for group in make(model, rank=1 / 4).param_groups]
-    assert shapes == [(2, 64), (64, 1)]
-    assert make(model, rank=1).param_groups[0]["params"][0].shape == (64, 1), "as asked"
+def test_weights_that_lose_less_than_a_projection_takes_get_adamw() -> None:
+    """Of 64 columns 16 stay: 3 of 48 that go in each row, for 16 * 64 elements of P, from 8 rows on."""
+    model = nn.Sequential(nn.Linear(1, 64), nn.Linear(64, 7, bias=False), nn.Linear(64, 8, bias=False))
+    projected, dense = make(model, rank=1 / 4).param_groups
+    assert [tuple(each.shape) for each in projected["params"]] == [(8, 64)]
+    assert [tuple(each.shape) for each in dense["params"]] == [(64, 1), (64,), (7, 64)]
+    assert len(make(model, rank=1).param_groups[0]["params"]) == 3, "as asked"
+
+
+def test_no_rank_is_of_groups_alone() -> None:
+    named = [("a", nn.Parameter(torch.ones(16, 16)))]
+    assert [group["rank"] for group in CompAct([{"params": named, "rank": None}]).param_groups] == [None]
+    with pytest.raises(OptionError, match="rank=None must be a share"):
+        CompAct(named, rank=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("streams", [None, [0]], ids=["without streams", "with one"])
+def test_states_with_other_streams_than_weights_are_refused(streams: list[int] | None) -> None:
+    optimizer = make(model_of())
+    state = optimizer.state_dict()
+    state["param_groups"][0].pop("streams")
+    if streams is not None:
+        state["param_groups"][0]["streams"] = streams
+    with pytest.raises(OptionError, match=r"the loaded group of 0\.weight has 2 weights, and not as many streams"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_around_a_step_changes_no_update(dtype: torch.dtype) -> None:
+    models = [model_of(), model_of()]
+    for model, around in zip(models, (True, False), strict=True):
+        optimizer = make(model)
+        train(model, optimizer, 1)
+        with torch.autocast("cpu", dtype, enabled=around):
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
 
 
 def test_a_step_without_gradients_tells_of_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -276,7 +307,7 @@ def test_half_precision_and_meta() -> None:
         ({"seed": -1}, "seed=-1 must be an integer"),
         ({"basis": "x"}, "unknown basis 'x'"),
         ({"scale": -1.0}, "scale=-1.0 must be a number above 0"),
-        ({"rank": 0.5}, r"rank=0.5 makes \[16, 8\]|of which its group makes \[16, 8\]"),
+        ({"rank": 0.5}, r"rank=0.5 makes \[16, 8\]|of which rank=0.5 of its group makes \[16, 8\]"),
     ],
 )
 @pytest.mark.parametrize("planned", [False, True], ids=["eager", "train_step"])

@@ -147,7 +147,7 @@ def check_state(optimizer: torch.optim.Optimizer, rule: Rule, name: str, paramet
     for key in rule.states(group):
         value = state.get(key)
         if isinstance(value, torch.Tensor) and _kind(value) != wanted:
-            also = "" if rule.shape is None else f", of which its group makes {list(shape)}"
+            also = "" if rule.shape is None else f", of which rank={group['rank']} of its group makes {list(shape)}"
             raise CaptureError(
                 f"the optimizer's {key} of {name} is {_words(value)}, the parameter {_words(parameter)}{also}: the "
                 "model or group was changed after its first step; optimizer.load_state_dict(optimizer.state_dict()) "

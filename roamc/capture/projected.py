@@ -60,7 +60,7 @@ class Projected:
         names = ", ".join(self.whole[:MOST_NAMES]) + (", ..." if len(self.whole) > MOST_NAMES else "")
         return (
             f"the gradients of {names} are made whole before they are projected: no product makes them as they are, as "
-            "of embeddings, and of weights that are used twice or not as they are",
+            "of embeddings, and of weights that are used twice or not as they are; in dense= they get AdamW",
         )
 
 

@@ -43,7 +43,7 @@ FRACTION = re.compile(r"[0-9]+/[1-9][0-9]*")
 COMPACT: Mapping[str, Callable[[Any], Any]] = {
     "rank": lambda value: float(Fraction(value)) if isinstance(value, str) and FRACTION.fullmatch(value) else value,
     "dense": lambda value: tuple(part.strip() for part in str(value).split(",") if part.strip()),
-    **dict.fromkeys(("every", "scale", "basis", "seed"), lambda value: value),
+    **dict.fromkeys(("every", "scale", "basis", "seed", "dense_lr"), lambda value: value),
 }
 """Settings of the optimizer that ``--set`` gives beside those of the model, with ``--optimizer compact``, by name, and
 how each is read."""
@@ -305,7 +305,13 @@ def options_of(request: Request) -> Options:
     check_clip(request.clip_grad_norm)
     if request.forward_backward and request.clip_grad_norm is not None:
         raise OptionError("--clip-grad-norm is part of the update, which --forward-backward leaves out")
-    settings = dict(parse_setting(text) for text in request.options)
+    if request.forward_backward and request.optimizer is not None:
+        raise OptionError("--optimizer names the update, which --forward-backward leaves out")
+    pairs = [parse_setting(text) for text in request.options]
+    settings = dict(pairs)
+    if len(settings) < len(pairs):
+        twice = next(name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1)
+        raise OptionError(f"--option {twice} is given twice; codecs and disable take several names: {twice}=a,b")
     if request.memory_budget is not None:
         settings["memory_budget"] = request.memory_budget
     if request.profile is not None:

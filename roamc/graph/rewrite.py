@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode, fake_mode_of, with_bits
+from roamc.compat import FakeTensorMode, fake_mode_of, with_bits, without_autocast
 from roamc.graph import Phase, tensors_of
 from roamc.graph.storage_ids import number_result
 from roamc.operators.random import save_rng_state, state_bytes
@@ -42,7 +42,7 @@ class Writer:
             kwargs: keyword arguments, likewise.
         """
         node = self.graph.call_function(target, args, kwargs)
-        with self.mode:
+        with self.mode, without_autocast():
             node.meta["val"] = target(*fx.map_arg(args, value_of), **fx.map_arg(kwargs, value_of))
         if self.like is not None and "stack_trace" in self.like.meta:
             node.meta["stack_trace"] = self.like.meta["stack_trace"]

@@ -43,7 +43,7 @@ def _note(name: str, used: list[Encoding], fits: int | None) -> str:
     if not used and fits is None:
         return f"codec {name} is not used: all values wait as they are; a memory_budget, or a lower one, may need it"
     if fits == 0:
-        return f"codec {name} is not used: it fits no value that waits for backward"
+        return f"codec {name} is not used: it makes no value that waits for backward smaller"
     of = "" if fits is None else f" of {fits}"
     rest = "; the others are kept or made again" if fits is not None and fits > len(used) else ""
     values = "value" if (len(used) if fits is None else fits) == 1 else "values"

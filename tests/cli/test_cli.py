@@ -164,6 +164,10 @@ def test_compact_takes_settings_beside_those_of_the_model() -> None:
     assert states("rank=0.25", "dropout=0.1") == states() < states("rank=0.5", "basis=orthonormal")
     assert states("rank=1/4", "dense=embed,head,o_proj") == states() < states("dense=absent,.")
     assert "rank=0" in run("plan", "gpt", *SMALL, "--optimizer", "compact", "--set", "rank=0", code=1).stderr
+    doubled = run("plan", "gpt", *SMALL, "--option", "codecs=tempo", "--option", "codecs=compact", code=1)
+    assert "codecs is given twice" in doubled.stderr
+    halves = run("plan", "gpt", *SMALL, "--optimizer", "sgd", "--forward-backward", code=1)
+    assert "--forward-backward leaves out" in halves.stderr
     assert "'rank'" in run("plan", "gpt", *SMALL, "--set", "rank=0.5", code=1).stderr, "AdamW has none"
 
 

@@ -266,6 +266,25 @@ def test_under_autocast_gradients_are_projected_as_products_make_them() -> None:
         assert relative(*moments) < 2e-2, name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_around_the_step_is_that_in_the_loss(dtype: torch.dtype) -> None:
+    weights = []
+    for inside in (True, False):
+        model = built()
+        optimizer = compact(model)
+
+        def loss(net: nn.Module, batch: Tensor, inside: bool = inside) -> Tensor:
+            with torch.autocast("cpu", dtype, enabled=inside or torch.is_autocast_enabled("cpu")):
+                return loss_of(net, batch)
+
+        step = roamc.train_step(model, loss, optimizer, strict=True, profile="cpu")
+        with torch.autocast("cpu", dtype, enabled=not inside):
+            step(tokens(0))
+        weights.append([weight.detach() for weight in model.parameters()])
+        assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
+    assert all(relative(a, b) < 1e-2 for a, b in zip(*weights, strict=True))
+
+
 def test_planned_bytes_fall_with_the_rank() -> None:
     """On the meta device: 4 layers of width 256, all projected but embedding and head."""
     with torch.device("meta"):
