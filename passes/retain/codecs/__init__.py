@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from roamc.errors import OptionError, PlanError, nearest
+from roamc.operators.activations import ERRORS
 from roamc.operators.ops import Need
 from roamc.operators.table import Kind
 from roamc.passes.retain.codecs import bits, compact, integers, norms, signs, tempo
@@ -25,7 +26,7 @@ CODECS: tuple[Codec, ...] = (
     Codec("bits", 0.0, bits.fit),
     Codec("signs", 0.0, signs.fit, Need.SIGN),
     Codec("integers", 0.0, integers.fit),
-    Codec("tempo", max(tempo.ERRORS.values()), _tempo, serves=frozenset({Kind.SLOPE, Kind.NORM})),
+    Codec("tempo", max(ERRORS.values()), _tempo, serves=frozenset({Kind.SLOPE, Kind.NORM})),
     compact.CODEC,
 )
 """All codecs. An exact codec (``error`` 0) changes nothing that its readers look at; one with an error is used only

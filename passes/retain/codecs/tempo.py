@@ -5,7 +5,7 @@
 
 Named after Andoorveedu et al., "Tempo: Accelerating Transformer-Based Model Training through Memory Footprint
 Reduction", NeurIPS 2022, section 3.1; inputs are found otherwise, see :mod:`roamc.operators.activations`. The slopes at
-them are off by :data:`ERRORS`, so the only readers that get such an input are backwards of the same function. Inputs of
+them are off by its ``ERRORS``, so the only readers that get such an input are backwards of the same function. Inputs of
 norms, the paper's section 3.2, are in :mod:`roamc.passes.retain.codecs.norms`.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from roamc.graph.memory import fills_storage
-from roamc.operators.activations import ACTIVATIONS, TAKEN, activation_input
+from roamc.operators.activations import ACTIVATIONS, ERRORS, TAKEN, activation_input
 from roamc.operators.schemas import argument_of
 from roamc.operators.table import Kind
 from roamc.passes.retain.codecs.bits import Bits, bits_of
@@ -27,9 +27,6 @@ from roamc.passes.retain.codecs.readings import Reading, readings
 from roamc.units import Bytes
 
 aten = torch.ops.aten
-
-ERRORS = {torch.float32: 1.3e-6, torch.bfloat16: 2.5e-3, torch.float16: 6e-4}
-"""Dtype to the most by which slopes of any activation are off, as a part of their norm, for inputs of N(0, 1)."""
 
 FORWARD: dict[object, tuple[str, int]] = {aten.gelu.default: ("gelu", 0), aten.silu.default: ("silu", 0)}
 BACKWARD: dict[object, tuple[str, int]] = {
