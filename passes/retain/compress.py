@@ -195,9 +195,9 @@ def coding_of(value: Value, name: str, kinds: ReaderKinds) -> tuple[Codec, Codin
 
 def unserved(value: Value, codec: Codec, coding: Coding, kinds: ReaderKinds) -> Iterator[tuple[Read, Kind]]:
     """Yield the readers of ``value`` behind forward that ``codec`` must not decode for, as it has an error."""
-    for read in value.saved.late if codec.error else ():
+    for read in value.saved.late if codec.lossy else ():
         kind = kinds.of(read.reader, read.position)
-        if kind not in codec.served(coding):
+        if kind not in coding.serves:
             yield read, kind
 
 
@@ -271,7 +271,7 @@ def made_of(value: Value, codec: str, saved: Mapping[int, Value]) -> tuple[Value
         codec: the name of a codec, "shapes" or "projections".
         saved: the values of the graph, see :func:`values`, by the index of their storages.
     """
-    if codec in (shapes.NAME, projections.NAME) or codec_of(codec).error or codec_of(codec).keeps is not Need.ELEMENTS:
+    if codec in (shapes.NAME, projections.NAME) or codec_of(codec).lossy or codec_of(codec).keeps is not Need.ELEMENTS:
         return ()
     readers = dict.fromkeys(read.reader for read in value.saved.early)
     results = [saved.get(value.memory.owner.get((reader.name, 0), -1)) for reader in readers]
@@ -375,8 +375,7 @@ class _Writer(Versions):
         front = min(late_readers(value, again), key=self.position.__getitem__)
         self.decodings.setdefault(front, []).append((value, decode, sources, again))
         names = tuple(self.memory.storage_of(each).name for each in beside)
-        error = codec.error if coding.error is None else coding.error
-        coded = value.storage.name, codec.name, error, codec.keeps, encode, decode, names, codec.served(coding)
+        coded = value.storage.name, codec.name, coding.error, codec.keeps, encode, decode, names, coding.serves
         self.encodings.append(Encoding(*coded))
 
     def _project(self, value: Value, products: Products, last: fx.Node) -> None:

@@ -86,7 +86,9 @@ class Encoding:
     Attributes:
         storage: name of the storage, see :func:`storage_name`.
         codec: name of the codec.
-        error: the most by which an element may differ after decoding; 0 for exact.
+        error: how far off slopes, and in the root of the mean square gradients of weights, are that readers compute of
+            the decoded value, as a part of their norm; of inputs of norms the most by which an element is, in units of
+            1 / rstd of its row. 0 for exact.
         keeps: what of the value is the same after decoding. Only readers that need no more may read it.
         encode: operators from the value, the first placeholder, to its code, the only output; None if there is no code.
             Further placeholders stand for the last of what is ``beside``.
@@ -94,7 +96,7 @@ class Encoding:
             strides.
         beside: names of the storages that ``decode`` reads besides the code, or of inputs. Each was made by an operator
             that reads the value, was read by one that makes such another, or is read by ``encode`` too.
-        serves: of a codec with an error, the kinds of readers that may read the decoded value.
+        serves: of an encoding with an error, the kinds of readers that may read the decoded value.
     """
 
     storage: str

@@ -188,8 +188,8 @@ def _check_exact(graph: TrainGraph, after: str, lossy: Sequence[str], fast: bool
     for encoding in graph.encodings:
         if encoding.error and encoding.codec not in lossy:
             raise VerifyError(
-                f"after pass {after!r}: {encoding.storage} is kept by codec {encoding.codec!r}, which errs by up to "
-                f"{encoding.error:g}: allow it with options={{'codecs': {encoding.codec!r}}}, or plan again"
+                f"after pass {after!r}: {encoding.storage} is kept by codec {encoding.codec!r}, which has "
+                f"an error of {encoding.error:g}: allow it with options={{'codecs': {encoding.codec!r}}}, or plan again"
             )
     if fast:
         return

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from roamc.errors import OptionError, PlanError, nearest
-from roamc.operators.activations import ERRORS
 from roamc.operators.ops import Need
 from roamc.operators.table import Kind
 from roamc.passes.retain.codecs import bits, compact, integers, norms, signs, tempo
@@ -23,19 +22,18 @@ def _tempo(saved: Saved) -> Coding | None:
 
 
 CODECS: tuple[Codec, ...] = (
-    Codec("bits", 0.0, bits.fit),
-    Codec("signs", 0.0, signs.fit, Need.SIGN),
-    Codec("integers", 0.0, integers.fit),
-    Codec("tempo", max(ERRORS.values()), _tempo, serves=frozenset({Kind.SLOPE, Kind.NORM})),
+    Codec("bits", bits.fit),
+    Codec("signs", signs.fit, Need.SIGN),
+    Codec("integers", integers.fit),
+    Codec("tempo", _tempo, lossy=True),
     compact.CODEC,
 )
-"""All codecs. An exact codec (``error`` 0) changes nothing that its readers look at; one with an error is used only
-where ``options.codecs`` names it."""
+"""All codecs. A lossy one is used only where ``options.codecs`` names it."""
 
 
 def usable(lossy: Collection[str] = ()) -> tuple[Codec, ...]:
     """Return the codecs that a plan may use: all exact ones, and those with an error that ``lossy`` names."""
-    return *(codec for codec in CODECS if not codec.error), *map(codec_of, lossy)
+    return *(codec for codec in CODECS if not codec.lossy), *map(codec_of, lossy)
 
 
 def lossy_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -47,8 +45,8 @@ def lossy_names(names: Iterable[str]) -> tuple[str, ...]:
     Raises:
         OptionError: there is no codec of a name, the codec is exact, it has no such settings, or it has two of them.
     """
-    lossy = [codec.name for codec in CODECS if codec.error]
-    exact = ", ".join(codec.name for codec in CODECS if not codec.error)
+    lossy = [codec.name for codec in CODECS if codec.lossy]
+    exact = ", ".join(codec.name for codec in CODECS if not codec.lossy)
     complete: dict[str, str] = {}
     for name in names:
         head = name.partition(":")[0]

@@ -70,14 +70,14 @@ class Coding(ABC):
         return 0
 
     @property
-    def error(self) -> float | None:
-        """How far decoding is off, where that is not the same for all codings of the codec; else None."""
-        return None
+    def error(self) -> float:
+        """Of a lossy codec: how far off what readers compute is, in the terms of :attr:`roamc.graph.Encoding.error`."""
+        return 0.0
 
     @property
-    def serves(self) -> frozenset[Kind] | None:
-        """The kinds of readers that it may decode for, where these are not all that the codec serves; else None."""
-        return None
+    def serves(self) -> frozenset[Kind]:
+        """Of a lossy codec: the kinds of readers that it may decode for; a value with another is not offered to it."""
+        return frozenset()
 
     @property
     @abstractmethod
@@ -126,28 +126,19 @@ class Codec:
 
     Attributes:
         name: the name in plans, reports and ``options.codecs``.
-        error: 0 for an exact codec, which changes nothing of what ``keeps`` names. Else about the most by which results
-            of the readers that it ``serves`` are off, as a part of their norm; each codec says for which values.
         fit: returns the coding of a value; None if this codec does not apply to it.
         keeps: what decoding preserves of each element: its value, or only whether it is above zero. Operators that need
             more than that must not read the decoded tensor.
-        serves: of a codec with an error, the kinds of readers that it may decode for: a value with another reader
-            behind forward is not offered to it, and the judge of values refuses the plan that does it all the same. All
-            kinds are ``frozenset(Kind)``. Exact codecs serve every reader.
+        lossy: whether its codings have an ``error``. Other codecs change nothing of what ``keeps`` names.
         set_to: of a codec that has settings, a function of their texts by name that returns the codec with these, whose
             name tells all of them: "compact:rank=0.25". It raises an OptionError.
     """
 
     name: str
-    error: float
     fit: Callable[[Saved], Coding | None]
     keeps: Need = Need.ELEMENTS
-    serves: frozenset[Kind] = frozenset()
+    lossy: bool = False
     set_to: Callable[[Mapping[str, str]], Codec] | None = None
-
-    def served(self, coding: Coding) -> frozenset[Kind]:
-        """Return the kinds of readers that one of its codings may decode for."""
-        return self.serves if coding.serves is None else coding.serves
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ class Projected(Coding):
         basis: as for :func:`roamc.operators.projection.write_projection`.
     """
 
+    serves = frozenset({Kind.WEIGHT})
+
     shape: tuple[int, ...]
     columns: int
     dtype: torch.dtype
@@ -145,11 +147,8 @@ def set_to(settings: Mapping[str, str]) -> Codec:
             f"codecs: the basis of {COMPACT} is {' or '.join(BASES)}, not {basis!r}{nearest(basis, BASES)}"
         )
     name = f"{COMPACT}:rank={rank:g}" + (f":basis={basis}" if basis != BASES[0] else "")
-    error = rank**-0.5 if rank <= 1 else 1.0
-    return Codec(name, error, functools.partial(fit, rank=rank, basis=basis), serves=SERVES)
+    return Codec(name, functools.partial(fit, rank=rank, basis=basis), lossy=True)
 
 
-SERVES = frozenset({Kind.WEIGHT})
-
-CODEC = Codec(COMPACT, RANK**-0.5, functools.partial(fit, rank=RANK, basis=BASES[0]), serves=SERVES, set_to=set_to)
+CODEC = Codec(COMPACT, functools.partial(fit, rank=RANK, basis=BASES[0]), lossy=True, set_to=set_to)
 """The codec as it stands in ``CODECS``; plans name it with its settings."""

@@ -43,6 +43,8 @@ class Norm(Coding):
         biased: whether it has a bias.
     """
 
+    error, serves = MOST, frozenset({Kind.NORM})
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     centered: bool
@@ -57,16 +59,6 @@ class Norm(Coding):
     def shared(self) -> int:
         """How many parameters the norm has, by which its columns are told apart."""
         return 1 + self.biased
-
-    @property
-    def serves(self) -> frozenset[Kind]:
-        """Backwards of norms."""
-        return frozenset({Kind.NORM})
-
-    @property
-    def error(self) -> float:
-        """Of an element, in units of 1 / rstd of its row."""
-        return MOST
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return output, mean and rstd of the norm that reads ``node``, its weight and bias, as far as there are."""

@@ -46,6 +46,8 @@ class Tempo(Coding):
         dtype: of the inputs.
     """
 
+    serves = frozenset({Kind.SLOPE})
+
     mask: Bits
     function: str
     dtype: torch.dtype
@@ -54,11 +56,6 @@ class Tempo(Coding):
     def nbytes(self) -> Bytes:
         """Bytes of the code: one bit for each element, rounded up to whole bytes."""
         return self.mask.nbytes
-
-    @property
-    def serves(self) -> frozenset[Kind]:
-        """Backwards of activations."""
-        return frozenset({Kind.SLOPE})
 
     @property
     def error(self) -> float:

@@ -29,8 +29,9 @@ def inverse(y: Tensor) -> Tensor:
 class Unsoft(Coding):
     """Makes x from the output of its softplus alone."""
 
+    error, serves, nbytes = ERROR, frozenset({Kind.SLOPE}), 0
+
     count: int
-    nbytes = 0
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         return (softened(node),)
@@ -45,6 +46,8 @@ class Unsoft(Coding):
 @dataclass(frozen=True)
 class Signed(Coding):
     """Makes x from the output of its softplus and its sign."""
+
+    error, serves = ERROR, frozenset({Kind.SLOPE})
 
     mask: Bits
 
@@ -82,15 +85,15 @@ def fit_signed(saved: Saved) -> Signed | None:
     return Signed(bits_of(saved.tensor)) if reads_slope(saved) else None
 
 
-UNSOFT = Codec("unsoft", ERROR, fit_unsoft, serves=frozenset({Kind.SLOPE}))
-SIGNED = Codec("signed", ERROR, fit_signed, serves=frozenset({Kind.SLOPE}))
+UNSOFT = Codec("unsoft", fit_unsoft, lossy=True)
+SIGNED = Codec("signed", fit_signed, lossy=True)
 
 
 @dataclass(frozen=True)
 class Unnorm(Coding):
     """Makes the input of a layer norm from its output, statistics, weight and bias, without a code."""
 
-    nbytes = 0
+    error, serves, nbytes = ERROR, frozenset({Kind.NORM}), 0
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         norm = normed(node)
@@ -117,7 +120,7 @@ def fit_unnorm(saved: Saved) -> Unnorm | None:
     return Unnorm() if read == normal else None
 
 
-UNNORM = Codec("unnorm", ERROR, fit_unnorm, serves=frozenset({Kind.NORM}))
+UNNORM = Codec("unnorm", fit_unnorm, lossy=True)
 
 
 class Normed(nn.Module):

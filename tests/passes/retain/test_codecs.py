@@ -146,7 +146,7 @@ def test_only_storages_that_are_filled_are_taken_apart() -> None:
 def test_names_of_codecs_are_their_own_and_found() -> None:
     assert len({codec.name for codec in CODECS}) == len(CODECS)
     assert all(codec_of(codec.name) is codec for codec in CODECS if codec.set_to is None)
-    assert {codec.name for codec in CODECS if codec.error} == {"tempo", "compact"}
+    assert {codec.name for codec in CODECS if codec.lossy} == {"tempo", "compact"}
     with pytest.raises(PlanError, match="no codec 'zip'; there are bits, signs, integers, tempo, compact"):
         codec_of("zip")
 

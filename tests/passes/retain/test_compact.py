@@ -174,7 +174,7 @@ def test_plan_names_the_rank_and_is_refused_where_the_options_do_not() -> None:
     assert {code[1] for code in plan.decisions["retain"]["codes"]} == {"compact:rank=0.125"}
     assert search.run(graph(), options, plan).plan.decisions == plan.decisions
     for other in (Options(), search.options_of({"codecs": "compact"})):
-        with pytest.raises(VerifyError, match=r"is kept by codec 'compact:rank=0.125', which errs"):
+        with pytest.raises(VerifyError, match=r"is kept by codec 'compact:rank=0.125', which has an error of 2.8"):
             search.run(graph(), other, plan)
 
 

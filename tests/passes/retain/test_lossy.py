@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,10 @@ from tests.graphs import aten, captured_step
 class Halves(Coding):
     """Keeps a float32 as a bfloat16."""
 
+    error = 2.0**-8
+
     count: int
+    serves: frozenset[Kind] = frozenset(Kind)
 
     @property
     def nbytes(self) -> int:
@@ -37,14 +41,14 @@ class Halves(Coding):
         return aten._to_copy.default(code, dtype=torch.float32)
 
 
-def fit(saved: Saved) -> Halves | None:
+def fit(saved: Saved, serves: frozenset[Kind] = frozenset(Kind)) -> Halves | None:
     tensor = saved.tensor
-    return Halves(tensor.numel()) if tensor.dtype is torch.float32 and tensor.is_contiguous() else None
+    return Halves(tensor.numel(), serves) if tensor.dtype is torch.float32 and tensor.is_contiguous() else None
 
 
 @pytest.fixture(autouse=True)
 def _halves_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, Codec("halves", 2.0**-8, fit, serves=frozenset(Kind))))
+    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, Codec("halves", fit, lossy=True)))
 
 
 def graph() -> Any:
@@ -67,7 +71,7 @@ def test_named_it_is_used_and_the_plan_is_refused_without_the_name() -> None:
     assert used(plan) == {"halves"}
     kept = Plan.from_json(plan.to_json())
     assert search.run(graph(), options, kept).plan.decisions == plan.decisions
-    with pytest.raises(VerifyError, match=r"is kept by codec 'halves', which errs by up to 0.0039.*: allow it with"):
+    with pytest.raises(VerifyError, match=r"is kept by codec 'halves', which has an error of 0.0039.*: allow it with"):
         search.run(graph(), Options(), kept)
 
 
@@ -75,7 +79,7 @@ def test_plan_is_refused_where_the_codec_does_not_serve_a_reader(monkeypatch: py
     """It is not offered there either."""
     options = parse_options({"memory_budget": "light", "codecs": "halves"})
     plan = search.run(graph(), options).plan
-    only_weights = Codec("halves", 2.0**-8, fit, serves=frozenset({Kind.WEIGHT}))
+    only_weights = Codec("halves", functools.partial(fit, serves=frozenset({Kind.WEIGHT})), lossy=True)
     monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS[:-1], only_weights))
     says = r"retain: codec 'halves' does not fit \w+: tanh_backward\w* reads it as 'slope', which this codec, with its"
     with pytest.raises(PlanError, match=says):
