@@ -37,7 +37,7 @@ from roamc.cost.kind import is_light
 from roamc.errors import PlanError
 from roamc.graph import Encoding, Phase, TrainGraph, output_node, placeholders, tensors_of
 from roamc.graph.memory import MemoryModel, Place, Storage, fills_storage
-from roamc.graph.reader_kinds import ReaderKinds
+from roamc.graph.reader_kinds import ReaderKinds, position_in
 from roamc.graph.rewrite import value_of
 from roamc.graph.storage_ids import STORAGES, ids_of, number, number_result, renewed
 from roamc.operators import ops
@@ -141,10 +141,9 @@ def _reads(memory: MemoryModel) -> dict[int, list[tuple[Phase, Read]]]:
     reads: dict[int, list[tuple[Phase, Read]]] = {storage.index: [] for storage in memory.storages}
     for op in memory.operators:
         for argument in op.node.all_input_nodes:
-            position = op.node.args.index(argument) if op.node.args.count(argument) == 1 else -1
             for storage in {memory.owner[argument.name, at]: None for at, _ in tensors_of(argument)}:
                 if storage not in op.births:
-                    reads[storage].append((op.phase, Read(op.node, _unaliased(argument), position)))
+                    reads[storage].append((op.phase, Read(op.node, _unaliased(argument), position_in(op.node, argument))))
     return reads
 
 

@@ -21,7 +21,7 @@ class Read:
     Attributes:
         reader: the operator that reads the value.
         argument: the node that it reads: the value's own, or a view of it; a mere other name counts as the value's own.
-        position: index of that argument in ``reader.args``; -1 if it is a keyword, in a list, or there several times.
+        position: of that argument in ``reader``, see :func:`roamc.graph.reader_kinds.position_in`.
     """
 
     reader: fx.Node

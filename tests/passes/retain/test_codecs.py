@@ -24,7 +24,7 @@ from roamc.passes.retain.codecs.codec import Saved
 from roamc.passes.retain.codecs.integers import NARROW, Integers, Range, range_of
 from roamc.passes.retain.codecs.signs import Signs
 from roamc.passes.retain.compress import values
-from tests.graphs import aten, traced
+from tests.graphs import aten, node_calling, traced
 
 PROPERTY = settings(max_examples=150, deadline=None)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -163,6 +163,13 @@ def late_graph(graph: TrainGraph, late: set[str]) -> TrainGraph:
     """The same with the named operators in backward."""
     phase = {name: Phase.BACKWARD if name in late else own_phase for name, own_phase in graph.phase.items()}
     return graph.replace(phase=phase)
+
+
+def test_an_argument_that_is_in_a_list_as_well_has_no_position() -> None:
+    """As for the judge of values, which would refuse a codec that serves the argument on its own."""
+    graph = traced(lambda i: (h := i * 2, aten.index.Tensor(h, [h]))[1], torch.arange(8))
+    (value,) = values(build_memory(late_graph(graph, {node_calling(graph, aten.index.Tensor).name})))
+    assert [read.position for read in value.saved.late] == [-1]
 
 
 X = torch.randn(3, 5, 16, 24)
