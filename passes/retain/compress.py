@@ -43,7 +43,6 @@ from roamc.graph.storage_ids import STORAGES, ids_of, number, number_result, ren
 from roamc.operators import ops
 from roamc.operators.ops import Need
 from roamc.operators.schemas import name_of
-from roamc.operators.table import Kind
 from roamc.passes.retain.codecs import Codec, Coding, Saved, codec_of, projections, shapes, usable
 from roamc.passes.retain.codecs.codec import Read
 from roamc.passes.retain.codecs.projections import Products, projection_of, views_of
@@ -143,7 +142,9 @@ def _reads(memory: MemoryModel) -> dict[int, list[tuple[Phase, Read]]]:
         for argument in op.node.all_input_nodes:
             for storage in {memory.owner[argument.name, at]: None for at, _ in tensors_of(argument)}:
                 if storage not in op.births:
-                    reads[storage].append((op.phase, Read(op.node, _unaliased(argument), position_in(op.node, argument))))
+                    reads[storage].append(
+                        (op.phase, Read(op.node, _unaliased(argument), position_in(op.node, argument)))
+                    )
     return reads
 
 
@@ -181,23 +182,21 @@ def coding_of(value: Value, name: str, kinds: ReaderKinds) -> tuple[Codec, Codin
     coding = codec.fit(value.saved)
     if coding is None:
         raise PlanError(f"codec {name!r} does not fit {value.storage.name}")
-    for node in coding.beside(value.saved.node):
-        if why := unfit(value, node):
-            raise PlanError(f"codec {name!r} does not fit {value.storage.name}: {node.name}, beside it, {why}")
-    for read, kind in unserved(value, codec, coding, kinds):
-        raise PlanError(
-            f"codec {name!r} does not fit {value.storage.name}: {read.reader.name} reads it as {kind.value!r}, which "
-            "this codec, with its error, does not serve"
-        )
+    if why := _refusal(value, codec, coding, kinds):
+        raise PlanError(f"codec {name!r} does not fit {value.storage.name}: {why}")
     return codec, coding
 
 
-def unserved(value: Value, codec: Codec, coding: Coding, kinds: ReaderKinds) -> Iterator[tuple[Read, Kind]]:
-    """Yield the readers of ``value`` behind forward that ``codec`` must not decode for, as it has an error."""
+def _refusal(value: Value, codec: Codec, coding: Coding, kinds: ReaderKinds) -> str:
+    """Why ``coding`` may not be used for ``value``; "" if it may."""
+    for node in coding.beside(value.saved.node):
+        if why := unfit(value, node):
+            return f"{node.name}, beside it, {why}"
     for read in value.saved.late if codec.lossy else ():
         kind = kinds.of(read.reader, read.position)
         if kind not in coding.serves:
-            yield read, kind
+            return f"{read.reader.name} reads it as {kind.value!r}, which this codec, with its error, does not serve"
+    return ""
 
 
 def projected(value: Value) -> Products | None:
@@ -230,9 +229,7 @@ def unfit(value: Value, beside: fx.Node) -> str:
     return "" if writer is None else f"is written later, by {writer.node.name}"
 
 
-def codings(
-    value: Value, lossy: Collection[str] = (), kinds: ReaderKinds | None = None
-) -> Iterator[tuple[str, Coding | Products | None]]:
+def codings(value: Value, lossy: Collection[str], kinds: ReaderKinds) -> Iterator[tuple[str, Coding | Products | None]]:
     """Yield name and coding of each codec that makes ``value`` smaller.
 
     If no reader behind forward looks at an element, nothing is kept, and ("shapes", None) is all. If all that do are
@@ -241,7 +238,7 @@ def codings(
     Args:
         value: the storage, with its readers.
         lossy: names of the codecs with an error that may be used; exact codecs always may.
-        kinds: the kinds of readers in the graph of ``value``, where ``lossy`` names any.
+        kinds: the kinds of readers in the graph of ``value``.
     """
     if not value.saved.late:
         yield shapes.NAME, None
@@ -251,11 +248,8 @@ def codings(
         yield projections.NAME, products
     for codec in usable(lossy):
         coding = codec.fit(value.saved)
-        if coding is None or coding.nbytes >= value.storage.nbytes:
-            continue
-        if any(unfit(value, node) for node in coding.beside(value.saved.node)):
-            continue
-        if kinds is None or not any(unserved(value, codec, coding, kinds)):
+        smaller = coding is not None and coding.nbytes < value.storage.nbytes
+        if coding is not None and smaller and not _refusal(value, codec, coding, kinds):
             yield codec.name, coding
 
 

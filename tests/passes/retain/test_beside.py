@@ -18,6 +18,7 @@ from roamc.errors import PlanError
 from roamc.graph import Role, TrainGraph, placeholders, value_flow, verify
 from roamc.graph.lifetimes import live_bytes
 from roamc.graph.memory import build_memory
+from roamc.graph.reader_kinds import ReaderKinds
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options, parse_options
 from roamc.passes import normalize
@@ -68,8 +69,13 @@ def captured(route: str, *, keep: bool = True) -> tuple[TrainGraph, list[Any]]:
 
 def inputs_of(graph: TrainGraph) -> list[str]:
     """The storages of forward that the codecs of this file can make from others."""
-    memory = build_memory(graph)
-    return [value.storage.name for value in values(memory) if "unsoft" in dict(codings(value, NAMES))]
+    return fitted(graph, "unsoft")
+
+
+def fitted(graph: TrainGraph, *names: str) -> list[str]:
+    """The storages that one of the lossy codecs called ``names`` fits."""
+    memory, kinds = build_memory(graph), ReaderKinds(graph)
+    return [v.storage.name for v in values(memory) if dict(codings(v, names, kinds)).keys() & {*names}]
 
 
 def check(
@@ -132,9 +138,7 @@ def test_what_is_beside_may_have_a_code_of_its_own(route: str, monkeypatch: pyte
     monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, HALVES))
     graph, inputs = captured(route, keep=False)
     storages, flow = inputs_of(graph), value_flow.read(graph, Numbers())
-    outputs = [
-        value.storage.name for value in values(build_memory(graph)) if "halves" in dict(codings(value, ["halves"]))
-    ]
+    outputs = fitted(graph, "halves")
     after = compress(graph, [*(Code(x, "signed") for x in storages), *(Code(y, "halves") for y in outputs)])
     value_flow.check(after, flow, "retain", [*NAMES, "halves"])
     beside = {name for encoding in after.encodings for name in encoding.beside}
@@ -186,8 +190,7 @@ def test_parameters_may_be_beside_a_value(route: str) -> None:
     model, x = normal()
     graph, inputs = graph_and_inputs(model, (x,), squares, route, torch.optim.SGD)
     graph = normalize.apply(graph, normalize.decide(graph, Options()))
-    memory = build_memory(graph)
-    storages = [each.storage.name for each in values(memory) if "unnorm" in dict(codings(each, ["unnorm"]))]
+    storages = fitted(graph, "unnorm")
     assert len(storages) == 4
     after = check(graph, inputs, lambda graph: compress(graph, [Code(name, "unnorm") for name in storages]), ["unnorm"])
     ports = dict(zip((node.name for node in placeholders(after.graph)), after.inputs, strict=True))
@@ -262,7 +265,7 @@ def test_what_is_written_later_is_refused_by_name() -> None:
     X = torch.randn(64, 8)
     graph = late_graph(traced(written_later, X, X), {"softplus_backward"})
     (value,) = values(build_memory(graph))
-    assert not list(codings(value, NAMES))
+    assert not list(codings(value, NAMES, ReaderKinds(graph)))
     says = "codec 'signed' does not fit mul: softplus, beside it, is written later, by mul_"
     with pytest.raises(PlanError, match=says):
         compress(graph, [Code(value.storage.name, "signed")])
@@ -274,7 +277,7 @@ def test_what_is_made_behind_forward_is_refused_by_name() -> None:
     late = {node_calling(graph, target).name for target in (aten.softplus_backward.default, aten.softplus.default)}
     graph = late_graph(graph, late)
     (value,) = values(build_memory(graph))
-    assert not list(codings(value, NAMES))
+    assert not list(codings(value, NAMES, ReaderKinds(graph)))
 
 
 def test_inverse_is_one() -> None:

@@ -17,6 +17,7 @@ from roamc.errors import PlanError
 from roamc.graph import Phase, TrainGraph, value_flow, verify
 from roamc.graph.lifetimes import live_bytes
 from roamc.graph.memory import build_memory
+from roamc.graph.reader_kinds import ReaderKinds
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
 from roamc.passes import normalize
@@ -97,10 +98,10 @@ def cleaned(model: nn.Module, batch: Any, loss: Any, route: str) -> tuple[TrainG
 
 def all_codes(graph: TrainGraph, *, with_results: bool = False) -> list[Code]:
     """For each value that a codec makes smaller, the codec with the fewest bytes; if asked, what can be made of it."""
-    codes = []
+    codes, kinds = [], ReaderKinds(graph)
     saved = {value.storage.index: value for value in values(build_memory(graph))}
     for value in saved.values():
-        fitting = sorted(codings(value), key=lambda pair: pair[1].nbytes if pair[1] else 0)
+        fitting = sorted(codings(value, (), kinds), key=lambda pair: pair[1].nbytes if pair[1] else 0)
         for name, _ in fitting[:1]:
             again = made_of(value, name, saved) if with_results else ()
             codes.append(Code(value.storage.name, name, tuple(each.storage.name for each in again)))

@@ -12,6 +12,7 @@ import pytest
 from roamc import cost
 from roamc.errors import PlanError
 from roamc.graph.memory import build_memory
+from roamc.graph.reader_kinds import ReaderKinds
 from roamc.options import Options
 from roamc.passes.retain import Choice, Code, compress
 from roamc.passes.retain.compress import codings, values
@@ -82,8 +83,8 @@ def test_what_reads_a_mask_runs_again_on_its_bits(route: str, allowed: str) -> N
 
 def test_what_is_not_made_of_the_value_is_refused_by_name() -> None:
     graph, _ = cleaned(*MODELS["attention"](), "joint")
-    by_name = {value.storage.name: value for value in values(build_memory(graph))}
-    masks = [name for name, value in by_name.items() if [codec for codec, _ in codings(value)] == ["bits"]]
+    by_name, kinds = {value.storage.name: value for value in values(build_memory(graph))}, ReaderKinds(graph)
+    masks = [name for name, value in by_name.items() if [codec for codec, _ in codings(value, (), kinds)] == ["bits"]]
     softmax = next(name for name in by_name if name.startswith("_softmax"))
     with pytest.raises(PlanError, match=f"'{softmax}' cannot be made again from what codec 'bits' keeps of"):
         compress(graph, [Code(masks[-1], "bits", (softmax,))])
