@@ -363,7 +363,7 @@ class _Writer(Versions):
         encoded = [node, *beside[len(beside) - coding.shared :]]
         encode = recorded(coding, "encode", *map(geometry_of, encoded))
         code = self._insert(encode, encoded, node, last.next, last, self._mark(value, "encode"))
-        sources = [*([] if code is None else [code]), *beside]
+        sources = [code, *beside]
         decode = recorded(coding, "decode", *map(geometry_of, sources))
         front = min(late_readers(value, again), key=self.position.__getitem__)
         self.decodings.setdefault(front, []).append((value, decode, sources, again))
@@ -416,7 +416,6 @@ class _Writer(Versions):
     def _decode(self, value: Value, decode: fx.Graph, sources: Sequence[fx.Node], at: fx.Node) -> None:
         node = value.saved.node
         result = self._insert(decode, sources, node, at, at, self._mark(value, "decode"))
-        assert result is not None  # a coding's decode returns a tensor
         _check_decoded(result, node)
         self._read_instead(node, result)
 
@@ -448,7 +447,7 @@ class _Writer(Versions):
         before: fx.Node,
         phase_of: fx.Node,
         mark: Mark,
-    ) -> fx.Node | None:
+    ) -> fx.Node:
         """Copy ``recorded`` in front of ``before``, reading ``sources``, with the name and stack trace of ``like``."""
         with self.graph.graph.inserting_before(before):
             nodes, result = copy_into(self.graph.graph, self.mode, recorded, sources, f"{like.name}_{mark.role}")
@@ -480,18 +479,18 @@ def _names(node: fx.Node) -> list[fx.Node]:
 
 def copy_into(
     graph: fx.Graph, mode: FakeTensorMode, recorded: fx.Graph, sources: Sequence[fx.Node], name: str
-) -> tuple[list[fx.Node], fx.Node | None]:
+) -> tuple[list[fx.Node], fx.Node]:
     """Insert the operators of ``recorded`` into ``graph`` where it inserts now, and run them on fake tensors.
 
     Args:
         graph: the graph to write into.
         mode: the fake mode of its tensors.
-        recorded: operators with one output, a tensor or None.
+        recorded: operators with one output, a tensor.
         sources: nodes of ``graph``, one for each placeholder.
         name: name of the new nodes, which FX makes unique.
 
     Returns:
-        The new nodes, first to last, and the one that stands for the output, if that is a tensor.
+        The new nodes, first to last, and the one that stands for the output.
     """
     copies = dict(zip(placeholders(recorded), sources, strict=True))
     fresh: list[fx.Node] = []
@@ -504,8 +503,8 @@ def copy_into(
                 copies[node].meta["val"] = node.target(*values[0], **values[1])
             number_result(copies[node])
             fresh.append(copies[node])
-    result = output_node(recorded).args[0]
-    return fresh, copies[result] if isinstance(result, fx.Node) else None
+    (result,) = output_node(recorded).all_input_nodes
+    return fresh, copies[result]
 
 
 def geometry_of(node: fx.Node) -> Geometry:
@@ -523,12 +522,12 @@ def recorded(coding: Coding, way: str, *tensors: Geometry) -> fx.Graph:
     Args:
         coding: the coding.
         way: "encode" or "decode".
-        tensors: geometry of the tensor that is encoded, or of the code, if there is one; and of what is read beside it.
+        tensors: geometry of the tensor that is encoded, or of the code; and of what is read beside it.
     """
     mode = FakeTensorMode()
     with mode:
         examples = [torch.empty_strided(*lies, dtype=dtype, device=device) for *lies, dtype, device in tensors]
-    way_of: Callable[..., Tensor | None] = coding.encode if way == "encode" else coding.decode
+    way_of: Callable[..., Tensor] = coding.encode if way == "encode" else coding.decode
     graph = trace(lambda *fakes: way_of(*fakes), examples, mode).graph
     number(graph)
     return graph

@@ -276,7 +276,7 @@ class _Offers:
             early = [mini.sources[0], *mini.sources[len(geometries) - coding.shared :]]
             code = mini.add(recorded(coding, "encode", *map(geometry_of, early)), early)
             encoding = operators(mini.graph)[len(geometries) :]
-            sources = [*([] if code is None else [code]), *mini.sources[1:]]
+            sources = [code, *mini.sources[1:]]
             result = mini.add(recorded(coding, "decode", *map(geometry_of, sources)), sources)
             self.rows[key] = self._numbered(mini, code, result, {node.name for node in encoding})
         return self.rows[key]
@@ -293,9 +293,8 @@ class _Offers:
             for row in self.rows[key].decode:
                 yield row, read.reader
 
-    def _numbered(self, mini: _Small, code: fx.Node | None, result: fx.Node | None, encoding: set[str]) -> _Rows:
+    def _numbered(self, mini: _Small, code: fx.Node | None, result: fx.Node, encoding: set[str]) -> _Rows:
         """The operators of a small graph, as numbers; ``encoding`` names those that encode."""
-        assert result is not None  # what decodes, or makes a stand-in, returns a tensor
         graph = mini.finished(self.asked.graph.threads)
         memory = build_memory(graph)
         order = [op.node.name for op in memory.operators]
@@ -351,8 +350,8 @@ class _Small:
         number_result(node)
         return node
 
-    def add(self, steps: fx.Graph, sources: Sequence[fx.Node]) -> fx.Node | None:
-        """Add recorded operators that read ``sources``; return the node of the result, None if they make none."""
+    def add(self, steps: fx.Graph, sources: Sequence[fx.Node]) -> fx.Node:
+        """Add recorded operators that read ``sources``; return the node of the result."""
         return copy_into(self.graph, self.mode, steps, sources, "coded")[1]
 
     def finished(self, threads: int) -> TrainGraph:

@@ -90,10 +90,9 @@ class Encoding:
             the decoded value, as a part of their norm; of inputs of norms the most by which an element is, in units of
             1 / rstd of its row. 0 for exact.
         keeps: what of the value is the same after decoding. Only readers that need no more may read it.
-        encode: operators from the value, the first placeholder, to its code, the only output; None if there is no code.
-            Further placeholders stand for the last of what is ``beside``.
-        decode: operators from the code, if there is one, and what is beside it to a tensor with the value's shape and
-            strides.
+        encode: operators from the value, the first placeholder, to its code, the only output. Further placeholders
+            stand for the last of what is ``beside``.
+        decode: operators from the code and what is beside it to a tensor with the value's shape and strides.
         beside: names of the storages that ``decode`` reads besides the code, or of inputs. Each was made by an operator
             that reads the value, was read by one that makes such another, or is read by ``encode`` too.
         serves: of an encoding with an error, the kinds of readers that may read the decoded value.

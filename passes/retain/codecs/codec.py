@@ -82,7 +82,7 @@ class Coding(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> Bytes:
-        """Bytes of the tensor that :meth:`encode` returns; 0 if it returns None."""
+        """Bytes of the tensor that :meth:`encode` returns."""
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return what :meth:`decode` reads besides the code: values of forward, or inputs of the graph, that are there.
@@ -99,10 +99,8 @@ class Coding(ABC):
         return ()
 
     @abstractmethod
-    def encode(self, value: Tensor, /, *shared: Tensor) -> Tensor | None:
+    def encode(self, value: Tensor, /, *shared: Tensor) -> Tensor:
         """Return the code of ``value``: a tensor whose storage has ``self.nbytes`` bytes.
-
-        None if :meth:`decode` needs nothing but what is beside the value.
 
         Args:
             value: the value.
@@ -114,8 +112,7 @@ class Coding(ABC):
         """Return the tensor that readers behind forward read in place of the value, with its shape, strides and dtype.
 
         Args:
-            code: what :meth:`encode` returned for the value. It is left out if that is None: the first argument is then
-                the first of ``beside``.
+            code: what :meth:`encode` returned for the value.
             beside: the tensors of the nodes that :meth:`beside` returns.
         """
 

@@ -1,4 +1,4 @@
-"""Codecs for tests, of what is there anyway: the input of a softplus from its output, with a code of one bit or none.
+"""Codecs for tests, of what is there anyway: the input of a softplus from its output and one bit, or nearly none.
 
 And that of a layer norm from all that the norm has made, its weight and its bias.
 """
@@ -25,22 +25,29 @@ def inverse(y: Tensor) -> Tensor:
     return result
 
 
+def least(value: Tensor) -> Tensor:
+    """A code of one element."""
+    code: Tensor = aten.amin.default(value)
+    return code
+
+
 @dataclass(frozen=True)
 class Unsoft(Coding):
-    """Makes x from the output of its softplus alone."""
+    """Makes x from the output of its softplus and the least x."""
 
-    error, serves, nbytes = ERROR, frozenset({Kind.SLOPE}), 0
+    error, serves, nbytes = ERROR, frozenset({Kind.SLOPE}), 4
 
     count: int
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         return (softened(node),)
 
-    def encode(self, value: Tensor, /, *_: Tensor) -> None:
-        return None
+    def encode(self, value: Tensor, /, *_: Tensor) -> Tensor:
+        return least(value)
 
-    def decode(self, y: Tensor, /, *_: Tensor) -> Tensor:
-        return inverse(y)
+    def decode(self, code: Tensor, /, *beside: Tensor) -> Tensor:
+        decoded: Tensor = aten.maximum.default(inverse(*beside), code)
+        return decoded
 
 
 @dataclass(frozen=True)
@@ -91,22 +98,22 @@ SIGNED = Codec("signed", fit_signed, lossy=True)
 
 @dataclass(frozen=True)
 class Unnorm(Coding):
-    """Makes the input of a layer norm from its output, statistics, weight and bias, without a code."""
+    """Makes the input of a layer norm from its output, statistics, weight and bias, and the least element."""
 
-    error, serves, nbytes = ERROR, frozenset({Kind.NORM}), 0
+    error, serves, nbytes = ERROR, frozenset({Kind.NORM}), 4
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         norm = normed(node)
         results = {user.args[1]: user for user in norm.users}
         return *(results[at] for at in range(3)), norm.args[2], norm.args[3]  # type: ignore[return-value]
 
-    def encode(self, value: Tensor, /, *_: Tensor) -> None:
-        return None
+    def encode(self, value: Tensor, /, *_: Tensor) -> Tensor:
+        return least(value)
 
-    def decode(self, y: Tensor, /, *beside: Tensor) -> Tensor:
-        mean, rstd, weight, bias = beside
+    def decode(self, code: Tensor, /, *beside: Tensor) -> Tensor:
+        y, mean, rstd, weight, bias = beside
         x = aten.div.Tensor(aten.div.Tensor(aten.sub.Tensor(y, bias), weight), rstd)
-        decoded: Tensor = aten.add.Tensor(x, mean)
+        decoded: Tensor = aten.maximum.default(aten.add.Tensor(x, mean), code)
         return decoded
 
 

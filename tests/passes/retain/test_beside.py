@@ -106,7 +106,7 @@ def test_values_are_made_from_what_is_beside_them(name: str, route: str) -> None
     saved = {storage.name: storage.nbytes for storage in build_memory(after).saved}
     assert saved.keys().isdisjoint(storages)
     assert {encoding.beside for encoding in after.encodings} <= {(name,) for name in saved}
-    codes = 0 if name == "unsoft" else 4 * 512 * 64 // 8
+    codes = 4 * (4 if name == "unsoft" else 512 * 64 // 8)
     assert (
         sum(saved.values()) == sum(s.nbytes for s in build_memory(captured(route)[0]).saved) - 4 * 512 * 64 * 4 + codes
     )
