@@ -171,7 +171,7 @@ def coding_of(value: Value, name: str, kinds: ReaderKinds) -> tuple[Codec, Codin
             forward looks at elements, or "projections" and one does anything else than to project.
     """
     if name == projections.NAME:
-        if (products := projected(value)) is None:
+        if (products := products_of(value)) is None:
             raise PlanError(f"what reads {value.storage.name} behind forward does more than to project it")
         return products
     if name == shapes.NAME:
@@ -199,7 +199,7 @@ def _refusal(value: Value, codec: Codec, coding: Coding, kinds: ReaderKinds) -> 
     return ""
 
 
-def projected(value: Value) -> Products | None:
+def products_of(value: Value) -> Products | None:
     """Return the products that can wait in the place of ``value``, see :mod:`.codecs.projections`; None if none can."""
     products = projections.fit(value.saved)
     results = [value.memory.storage_of(node) for node in products.nodes] if products is not None else []
@@ -243,7 +243,7 @@ def codings(value: Value, lossy: Collection[str], kinds: ReaderKinds) -> Iterato
     if not value.saved.late:
         yield shapes.NAME, None
         return
-    products = projected(value)
+    products = products_of(value)
     if products is not None and products.nbytes < value.storage.nbytes:
         yield projections.NAME, products
     for codec in usable(lossy):

@@ -26,7 +26,7 @@ from roamc.errors import CaptureError
 from roamc.graph.reader_kinds import chain_to_product
 from roamc.graph.rewrite import Writer
 from roamc.operators import ops
-from roamc.operators.projection import OF, projection
+from roamc.operators.projection import PROJECTED_WEIGHT, projection
 
 aten = torch.ops.aten
 
@@ -116,7 +116,7 @@ def project(
             g = writer.call(aten.mm.default, whole, projection_of(whole, *numbers))
             results[name] = g if whole is grad else writer.call(grad.target, g, **grad.kwargs)
             states["projection"] = writer.call(aten.t.default, projection_of(grad, *numbers))
-        g.meta[OF] = name
+        g.meta[PROJECTED_WEIGHT] = name
         if whole is not grad and not grad.users:
             writer.graph.erase_node(grad)
     writer.like = None

@@ -247,7 +247,7 @@ count: OpOverload = torch.ops.roamc.count.default
 PROJECTIONS = (projection, counted)
 """The operators that make a projection."""
 
-OF = "weight"
+PROJECTED_WEIGHT = "weight"
 """Key in ``node.meta`` of a projected gradient; the value is the user's name of the weight."""
 
 KERNELS: dict[OpOverload, Callable[..., None]] = {

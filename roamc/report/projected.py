@@ -9,7 +9,7 @@ from torch import fx
 
 from roamc.graph import Phase, Role, TrainGraph, operators, placeholders
 from roamc.operators import ops
-from roamc.operators.projection import OF, PROJECTIONS
+from roamc.operators.projection import PROJECTED_WEIGHT, PROJECTIONS
 from roamc.planning.plan import Plan
 from roamc.report.origin import origin, parameter_names
 from roamc.units import Bytes
@@ -68,7 +68,7 @@ def _row(graph: TrainGraph, gradient: fx.Node, states: dict[str, Bytes], names: 
     while x.op == "call_function" and ops.is_view(x.target):
         x = x.all_input_nodes[0]
     columns, rank = p.meta["val"].shape
-    name, value = str(gradient.meta[OF]), gradient.meta["val"]
+    name, value = str(gradient.meta[PROJECTED_WEIGHT]), gradient.meta["val"]
     is_input = x.op != "call_function"
     late = not is_input and graph.phase[x.name] is not Phase.FORWARD
     early = graph.phase[projected_input.name] is Phase.FORWARD

@@ -36,7 +36,7 @@ RANK = 1 / 4
 
 
 @dataclass(frozen=True)
-class Projected(Coding):
+class Compact(Coding):
     """A coding of contiguous tensors whose rows, along the last dimension, are projected.
 
     All storages of one step that have as many columns share P.
@@ -75,7 +75,7 @@ class Projected(Coding):
 
     def beside(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the count of the program's steps; nothing where it does not count."""
-        return tuple(each for each in node.graph.nodes if each.target is count)
+        return tuple(node.graph.find_nodes(op="call_function", target=count))
 
     def encode(self, value: Tensor, /, *shared: Tensor) -> Tensor:
         """Return the projection of ``value``, [rows, columns]."""
@@ -95,7 +95,7 @@ class Projected(Coding):
         return p
 
 
-def fit(saved: Saved, rank: float, basis: str) -> Projected | None:
+def fit(saved: Saved, rank: float, basis: str) -> Compact | None:
     """Return the coding of a contiguous floating-point matrix, or batch of such, that products read in its rows.
 
     None for any other value, where the program does not count its steps, and where all columns are kept.
@@ -111,7 +111,7 @@ def fit(saved: Saved, rank: float, basis: str) -> Projected | None:
     columns = columns_of(rank, int(tensor.shape[-1]))
     if columns >= tensor.shape[-1] or not all(_in_rows(read, int(tensor.shape[-1])) for read in saved.late):
         return None
-    coding = Projected(tuple(map(int, tensor.shape)), columns, tensor.dtype, tensor.device, basis)
+    coding = Compact(tuple(map(int, tensor.shape)), columns, tensor.dtype, tensor.device, basis)
     return coding if coding.beside(saved.node) else None
 
 

@@ -25,10 +25,10 @@ from roamc.options import Options, parse_options
 from roamc.passes import checkpoint, normalize, project
 from roamc.passes.retain import Choice, Code, compress, search
 from roamc.passes.retain.codecs import projections
-from roamc.passes.retain.compress import projected, values
+from roamc.passes.retain.compress import products_of, values
 from roamc.planning import search as planning
 from roamc.planning.plan import Plan
-from roamc.report.projected import projected as projected_weights
+from roamc.report.projected import projected
 from roamc.report.rerun import smaller
 from tests.graphs import aten, graph_and_inputs
 from tests.passes.retain.test_compress import check, squares
@@ -169,7 +169,7 @@ def test_a_plan_from_a_file_holds_it() -> None:
     graphs = [graph_and_inputs(model, (x,), squares, "step", optimizer)[0] for optimizer in (compact, compact)]
     first = planning.run(graphs[0], options)
     plan = Plan.from_json(first.plan.to_json())
-    assert {each.waits for each in projected_weights(first.graph, plan)} == {"projection", "input"}
+    assert {each.waits for each in projected(first.graph, plan)} == {"projection", "input"}
     (row,) = smaller(first.graph, plan)
     assert (row.codec, row.operator, row.count, row.before - row.after) == (projections.NAME, ADD, 3, 3 * 16384)
     assert planning.run(graphs[1], options, plan).plan.decisions == plan.decisions
@@ -285,7 +285,7 @@ def test_bytes_of_a_llama_of_350_million_weights(share: int) -> None:
     model, batch = llama(128, 256, torch.bfloat16, vocab_size=vocab, tie_word_embeddings=True, **sizes)
     captured = capture(Workload("llama", model, (batch,), next_token, partial(CompAct, rank=1 / share)))
     graph = ready(captured)
-    codes = [Code(value.storage.name, projections.NAME) for value in values(build_memory(graph)) if projected(value)]
+    codes = [Code(value.storage.name, projections.NAME) for value in values(build_memory(graph)) if products_of(value)]
     assert len(codes) == 3 * layers
     before, after = build_memory(graph), build_memory(compress(copied(graph), codes))
     inputs = 2 * 128 * 256 * (2 * n + m) * layers
