@@ -206,16 +206,14 @@ class _Offers:
 
     def _again(self, value: Value, decoded: tuple[int, int], front: int, place: tuple[int, int]) -> Extra:
         """The operator that makes ``value`` once more; ``decoded`` is a buffer, and what it reads in its place."""
-        problem, op = self.asked.problem, self.operator[value.saved.node.name]
-        buffer, (source, own) = self.buffer[value.storage.index], decoded
+        order, (source, own) = self.asked.problem.order, decoded
 
         def late(buffers: Iterable[int]) -> tuple[int, ...]:
             return tuple(~own if each == source else each for each in buffers)
 
-        result = Result(value.storage.nbytes, True, late(reusables(problem.order).lists()[buffer]))
-        read = late(reads(problem.order).lists()[op])
-        seconds, workspace = float(problem.seconds[op]), int(problem.order.workspace[op])
-        return Extra(Part.DECODE, front, place[0], seconds, workspace, True, read, (result,))
+        read = late(reads(order).lists()[self.operator[value.saved.node.name]])
+        reusable = late(reusables(order).lists()[self.buffer[value.storage.index]])
+        return self._like(value.saved.node, Part.DECODE, (front, place[0]), read, reusable)
 
     def _coded(self, value: Value, rows: _Rows, coding: Coding, front: int, place: tuple[int, int]) -> Iterator[Extra]:
         """The operators that encode and decode ``value``."""
@@ -243,9 +241,9 @@ class _Offers:
             p = projection_of(node)
             if p not in entries:
                 entries[p] = len(extras)
-                extras.append(self._like(p, (), behind))
+                extras.append(self._like(p, Part.ENCODE, behind, ()))
             own, op = len(extras), self.operator[node.name]
-            extras.append(self._like(node, (source, ~entries[p]), behind))
+            extras.append(self._like(node, Part.ENCODE, behind, (source, ~entries[p])))
             buffer, users = self._result(node)
             instead += [(op, source, own), *((user, buffer, own) for user in users)]
         left = [self.operator[node.name] for node in products.nodes]
@@ -253,12 +251,14 @@ class _Offers:
         saves = tuple(float(self.asked.problem.seconds[op]) for op in left)
         return Offer(source, products.nbytes, tuple(extras), tuple(instead), saves)
 
-    def _like(self, node: fx.Node, reads: tuple[int, ...], behind: tuple[int, int]) -> Extra:
-        """An operator for forward like ``node``, which has one result."""
+    def _like(
+        self, node: fx.Node, part: Part, at: tuple[int, int], reads: tuple[int, ...], reusable: tuple[int, ...] = ()
+    ) -> Extra:
+        """An operator like ``node``, which has one result, at an anchor and a rank."""
         problem, op, (buffer, _) = self.asked.problem, self.operator[node.name], self._result(node)
-        result = Result(int(problem.order.size[buffer]), bool(problem.droppable[buffer]))
+        result = Result(int(problem.order.size[buffer]), bool(problem.droppable[buffer]), reusable)
         seconds, workspace = float(problem.seconds[op]), int(problem.order.workspace[op])
-        return Extra(Part.ENCODE, *behind, seconds, workspace, bool(problem.repeatable[op]), reads, (result,))
+        return Extra(part, *at, seconds, workspace, bool(problem.repeatable[op]), reads, (result,))
 
     def _result(self, node: fx.Node) -> tuple[int, set[int]]:
         """The buffer that ``node`` makes, and the operators that use it."""

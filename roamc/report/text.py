@@ -325,25 +325,33 @@ def _show_rest(out: Console, sizes: list[Bytes]) -> None:
 
 def tables(report: Explanation) -> tuple[Listed, ...]:
     """Return what ``report`` lists of values that do not simply wait for backward, without empty lists."""
-    step_seconds = report.plan.step_seconds
-    dropped = [
+    return tuple(each for each in (_dropped(report), _smaller(report), _projected(report)) if each.rows)
+
+
+def _dropped(report: Explanation) -> Listed:
+    rows = [
         (
             format_bytes(d.nbytes),
             str(d.count),
             str(d.runs),
-            f"{d.seconds / step_seconds:.2%}",
+            f"{d.seconds / report.plan.step_seconds:.2%}",
             short(d.operator),
             d.source,
         )
         for d in report.dropped
     ]
-    smaller = [
+    headings = ("bytes", "storages", "runs", "of a step", "operator", "line")
+    return Listed("recomputed to fit the budget", headings, (0, 1, 2, 3), rows, [d.nbytes for d in report.dropped])
+
+
+def _smaller(report: Explanation) -> Listed:
+    rows = [
         (
             format_bytes(s.before),
             format_bytes(s.after),
             f"{s.bits:.3g}",
             str(s.count),
-            f"{s.seconds / step_seconds:.2%}",
+            f"{s.seconds / report.plan.step_seconds:.2%}",
             s.codec,
             s.readers,
             f"{s.error:.2g}" if s.error else "",
@@ -352,7 +360,12 @@ def tables(report: Explanation) -> tuple[Listed, ...]:
         )
         for s in report.smaller
     ]
-    projected = [
+    headings = ("bytes", "encoded", "bits", "storages", "of a step", "codec", "readers", "error", "operator", "line")
+    return Listed("encoded to fit the budget", headings, (0, 1, 2, 3, 4, 7), rows, [s.before for s in report.smaller])
+
+
+def _projected(report: Explanation) -> Listed:
+    rows = [
         (
             p.name,
             f"{p.rank} of {p.columns}",
@@ -363,30 +376,9 @@ def tables(report: Explanation) -> tuple[Listed, ...]:
         )
         for p in report.projected
     ]
-    listed = (
-        Listed(
-            "recomputed to fit the budget",
-            ("bytes", "storages", "runs", "of a step", "operator", "line"),
-            (0, 1, 2, 3),
-            dropped,
-            [d.nbytes for d in report.dropped],
-        ),
-        Listed(
-            "encoded to fit the budget",
-            ("bytes", "encoded", "bits", "storages", "of a step", "codec", "readers", "error", "operator", "line"),
-            (0, 1, 2, 3, 4, 7),
-            smaller,
-            [s.before for s in report.smaller],
-        ),
-        Listed(
-            "projected: gradients that are never whole",
-            ("weight", "columns", "gradient", "states", "what waits", "input's line"),
-            (1, 2, 3),
-            projected,
-            [p.gradient_bytes for p in report.projected],
-        ),
-    )
-    return tuple(each for each in listed if each.rows)
+    headings = ("weight", "columns", "gradient", "states", "what waits", "input's line")
+    sizes = [p.gradient_bytes for p in report.projected]
+    return Listed("projected: gradients that are never whole", headings, (1, 2, 3), rows, sizes)
 
 
 def _show_listed(out: Console, listed: Listed, top: int) -> None:
