@@ -15,6 +15,7 @@ The choice is made by :mod:`roamc.solvers.retain` on a model of the graph in byt
 once:
 
     problem.py      the graph as numbers
+    fits.py         which values codecs can keep smaller
     offers.py       what codecs can do for it, as further columns of the same problem
     search.py       asks the solver for one peak after another, and judges its answers in a graph with their codecs
     compress.py     writes codecs into the graph; apply.py codecs and reruns, as decided

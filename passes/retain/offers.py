@@ -27,16 +27,12 @@ from roamc.passes.retain.codecs.projections import Products, projection_of
 from roamc.passes.retain.compress import (
     Code,
     Geometry,
-    Value,
-    codings,
     copy_into,
     geometry_of,
-    late_readers,
-    made_of,
     recorded,
     recorded_stand_in,
-    values,
 )
+from roamc.passes.retain.fits import Value, codings, late_readers, made_of, values
 from roamc.passes.retain.problem import Question, question
 from roamc.solvers.order.problem import reads, reusables, writes
 from roamc.solvers.retain import Extra, Offer, Part, Result

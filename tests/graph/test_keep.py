@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from roamc.graph.fingerprint import fingerprint
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
 from roamc.passes import checkpoint as checkpoint_pass
+from roamc.passes.retain import Code, compress, fits
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.rewriting import reruns
@@ -27,8 +27,6 @@ from tests.end_to_end.helpers import assert_backward_equal, assert_steps_equal, 
 from tests.graphs import graph_and_inputs, traced
 
 WIDTH = 32
-
-compress: Any = importlib.import_module("roamc.passes.retain.compress")  # whose name in its package is a function
 
 
 class Blocks(nn.Module):
@@ -136,10 +134,10 @@ def test_judge_of_values_names_what_is_kept_and_encoded(monkeypatch: pytest.Monk
     node = next(node for node in operators(graph.graph) if node.name == "gt")
     node.meta["custom"] = {"roamc": "keep"}
     with pytest.raises(PlanError, match="no storage 'gt' that could be kept smaller"):
-        compress.compress(copied(graph), [compress.Code("gt", "bits")])
+        compress(copied(graph), [Code("gt", "bits")])
     before = value_flow.read(graph, Numbers())
-    monkeypatch.setattr(compress, "must_stay", lambda operator: False)
-    encoded = compress.compress(graph, [compress.Code("gt", "bits")])
+    monkeypatch.setattr(fits, "must_stay", lambda operator: False)
+    encoded = compress(graph, [Code("gt", "bits")])
     with pytest.raises(VerifyError, match=r"after pass 'retain': gt is encoded, which roamc.keep keeps"):
         value_flow.check(encoded, before, "retain")
 

@@ -20,7 +20,7 @@ from roamc.operators.schemas import name_of
 from roamc.operators.table import ROWS, Kind
 from roamc.passes import fuse
 from roamc.passes.fuse import Decision
-from roamc.passes.retain.compress import values
+from roamc.passes.retain.fits import values
 from tests.graphs import aten, model_graph, node_calling, traced
 from tests.passes.retain.test_compress import ROUTES, cleaned, squares
 

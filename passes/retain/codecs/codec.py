@@ -88,7 +88,7 @@ class Coding(ABC):
         """Return what :meth:`decode` reads besides the code: values of forward, or inputs of the graph, that are there.
 
         Each fills its storage, and nothing writes it between forward and the readers of the value, see
-        :func:`roamc.passes.retain.compress.unfit`. It was made by an operator that reads the value, or is read by one
+        :func:`roamc.passes.retain.fits.unfit`. It was made by an operator that reads the value, or is read by one
         that makes such another (a norm's weight), or :meth:`encode` reads it too: the judge of values takes nothing
         else, unless ``decode`` runs the very operators that make the value. Other readers' codecs do not change what is
         read: it is the value itself, or another run of it. Most codings need nothing besides the code.

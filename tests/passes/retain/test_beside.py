@@ -23,7 +23,7 @@ from roamc.graph.value_numbers import Numbers
 from roamc.options import Options, parse_options
 from roamc.passes import normalize
 from roamc.passes.retain import Choice, Code, codecs, compress
-from roamc.passes.retain.compress import codings, values
+from roamc.passes.retain.fits import codings, values
 from roamc.planning import search
 from roamc.rewriting.rerun import rerun
 from tests.graphs import aten, clones, graph_and_inputs, node_calling, run_real, traced

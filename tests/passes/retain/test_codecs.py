@@ -23,7 +23,7 @@ from roamc.passes.retain.codecs.bits import bits_of
 from roamc.passes.retain.codecs.codec import Saved
 from roamc.passes.retain.codecs.integers import NARROW, Integers, Range, range_of
 from roamc.passes.retain.codecs.signs import Signs
-from roamc.passes.retain.compress import values
+from roamc.passes.retain.fits import values
 from tests.graphs import aten, node_calling, traced
 
 PROPERTY = settings(max_examples=150, deadline=None)

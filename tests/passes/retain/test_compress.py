@@ -23,7 +23,8 @@ from roamc.options import Options
 from roamc.passes import normalize
 from roamc.passes.retain import Code, compress
 from roamc.passes.retain.codecs import shapes
-from roamc.passes.retain.compress import MARK, codings, made_of, values
+from roamc.passes.retain.compress import MARK
+from roamc.passes.retain.fits import codings, made_of, values
 from roamc.passes.retain.problem import droppable
 from roamc.rewriting.rerun import rerun
 from tests.graphs import assert_same, aten, clones, graph_and_inputs, model_graph, run_real

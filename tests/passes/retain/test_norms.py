@@ -19,7 +19,7 @@ from roamc.options import parse_options
 from roamc.passes import fuse
 from roamc.passes.retain import Code, compress
 from roamc.passes.retain.codecs.norms import Norm
-from roamc.passes.retain.compress import codings, values
+from roamc.passes.retain.fits import codings, values
 from roamc.planning.plan import Plan
 from tests.passes.retain.blocks import BertBlock, GPTBlock
 

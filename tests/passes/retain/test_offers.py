@@ -15,7 +15,7 @@ from roamc.graph.memory import build_memory
 from roamc.graph.reader_kinds import ReaderKinds
 from roamc.options import Options
 from roamc.passes.retain import Choice, Code, compress
-from roamc.passes.retain.compress import codings, values
+from roamc.passes.retain.fits import codings, values
 from roamc.solvers.order.problem import dependencies
 from roamc.solvers.retain import Offer, RetainProblem
 from roamc.solvers.retain.offers import clash

@@ -25,7 +25,7 @@ from roamc.options import Options, parse_options
 from roamc.passes import checkpoint, normalize, project
 from roamc.passes.retain import Choice, Code, compress, search
 from roamc.passes.retain.codecs import projections
-from roamc.passes.retain.compress import products_of, values
+from roamc.passes.retain.fits import products_of, values
 from roamc.planning import search as planning
 from roamc.planning.plan import Plan
 from roamc.report.projected import projected

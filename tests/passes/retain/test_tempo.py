@@ -27,7 +27,7 @@ from roamc.passes import fuse
 from roamc.passes.fuse import Effort, choose, estimates
 from roamc.passes.retain import Code, compress
 from roamc.passes.retain.codecs.tempo import Tempo
-from roamc.passes.retain.compress import codings, values
+from roamc.passes.retain.fits import codings, values
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from tests.graphs import captured_step, clones, run_real
@@ -72,8 +72,8 @@ def tokens(batch: int = 4) -> Tensor:
 def fitting(graph: TrainGraph) -> list[str]:
     """The storages that are made again as inputs of an activation."""
     memory, kinds = build_memory(graph), ReaderKinds(graph)
-    found = ((value, dict(codings(value, ["tempo"], kinds)).get("tempo")) for value in values(memory))
-    return [value.storage.name for value, coding in found if isinstance(coding, Tempo)]
+    tempo_codings = ((value, dict(codings(value, ["tempo"], kinds)).get("tempo")) for value in values(memory))
+    return [value.storage.name for value, coding in tempo_codings if isinstance(coding, Tempo)]
 
 
 def offered(function: Callable[[nn.Module, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> int:

@@ -26,7 +26,7 @@ from roamc.options import Options
 from roamc.passes.retain import NOTHING, Decision
 from roamc.passes.retain.codecs.norms import Norm
 from roamc.passes.retain.codecs.tempo import Tempo
-from roamc.passes.retain.compress import Value, codings, made_of, values
+from roamc.passes.retain.fits import Value, codings, made_of, values
 from roamc.planning import search
 from roamc.planning.plan_maker import prepared
 from roamc.planning.planned import Planned
