@@ -307,19 +307,6 @@ def _with_autocast_cache(function: Callable[..., Any], enabled: bool) -> Callabl
     return run
 
 
-@contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
-    """Operators take and give the dtypes of their arguments, whatever autocast surrounds them."""
-    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    for kind in enabled:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        for kind in enabled:
-            torch.set_autocast_enabled(kind, True)
-
-
 def _followed(function: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
     """``function``, of whose tracer ``mode`` knows while it runs, and which is not told that fx traces it."""
 
