@@ -1,7 +1,10 @@
 """Inputs of GELU and SiLU from their outputs and one bit: on which side of the only minimum the input lies.
 
-    right = x >= least                                         # where the activation rises
+    right = bits(x >= least)                                   # where the activation rises, one bit an element
     x = roamc.activation_input(gelu(x), right, "gelu")         # to the digits that the output has left
+
+The bits lie in the sequence of memory: of n elements and their ceil(n / 8) bytes, element e is bit e // ceil(n / 8) of
+byte e % ceil(n / 8). Whoever reads neighbours reads neighbours there too.
 
 Outputs of 16 bits are looked up in a table of all 2**17 pairs of output and side. An entry is the mean of the inputs of
 that dtype that give the output, or the exact inverse where none does. Outputs of 32 bits are interpolated in
@@ -14,7 +17,8 @@ with the logarithm of -y: both are smooth in the logarithm of r, as cells are. T
 :data:`ERRORS`.
 
 Inputs far on the left have one output, -0.0, and no slope: any of them is right. NaN arrives as NaN, infinity as
-infinity; an output of 32 bits above 2**104 as infinity as well. Each table is made once in a process.
+infinity; an output of 32 bits above 2**104 as infinity as well. Each table is made once in a process. Each operation
+rounds once, so that the kernels of groups (:mod:`roamc.operators.gpu.printed`) have the same bits.
 """
 
 from __future__ import annotations
@@ -31,11 +35,11 @@ from roamc.compat import OpOverload
 from roamc.operators.random import LIBRARY
 from roamc.units import Bytes
 
-PIECES = {"cpu": (1 << 13, 1 << 16), "cuda": (1 << 20, 1 << 24)}
-"""Type of a device to the fewest and most elements that are worked through at a time; on a CPU a cache holds them."""
-
 PARTS = 8
-"""Of a tensor of a size between, this part is worked through at a time: what that takes is a part of the tensor too."""
+"""Elements in each byte of the bits, one of each part of the tensor; parts are worked through one after the other."""
+
+PIECES = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Type of a device to the most elements that are worked through at a time; on a CPU a cache holds them."""
 
 TAKEN: dict[torch.dtype, Bytes] = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 16}
 """Dtype to the bytes taken for each of these elements: for the number of its entry, or for r, a cell and its line."""
@@ -119,48 +123,56 @@ def write_activation_input(result: Tensor, right: Tensor, function: str, *, out:
 
     Args:
         result: the outputs, float32, bfloat16 or float16.
-        right: bool, of the same shape: whether the input is at least :attr:`Activation.least`.
+        right: uint8[ceil(n / 8)], the bits of n elements in the sequence of memory of ``out``: whether the input is at
+            least :attr:`Activation.least`.
         function: a name in :data:`ACTIVATIONS`.
         out: is written; like ``result``, without gaps.
     """
     dims = sorted(range(out.dim()), key=out.stride, reverse=True)
-    y, side = (tensor.permute(dims).reshape(-1) for tensor in (result, right))
-    write = _look_up if out.itemsize == 2 else _interpolate
-    write(y, side, function, out=out.permute(dims).view(-1))
+    y, x = result.permute(dims).reshape(-1), out.permute(dims).view(-1)
+    write, size = _look_up if out.itemsize == 2 else _interpolate, piece_elements(out)
+    for bit in range(PARTS):
+        part = slice(bit * len(right), (bit + 1) * len(right))
+        write(y[part], right, bit, function, size, out=x[part])
 
 
 def piece_elements(result: Tensor) -> int:
     """Return how many elements of ``result`` are worked through at a time."""
-    fewest, most = PIECES[result.device.type]
-    return min(max(fewest, -(-result.numel() // PARTS)), most, result.numel())
+    return max(1, min(PIECES[result.device.type], -(-result.numel() // PARTS)))
 
 
-def _look_up(y: Tensor, side: Tensor, function: str, *, out: Tensor) -> None:
+def _look_up(y: Tensor, right: Tensor, bit: int, function: str, size: int, *, out: Tensor) -> None:
     table = table_of(function, y.dtype, y.device)
-    size = piece_elements(y)
     numbers, sides = y.new_empty(size, dtype=torch.int32), y.new_empty(size, dtype=torch.int32)
-    for begin in range(0, y.numel(), max(1, size)):
+    for begin in range(0, y.numel(), size):
         part = slice(begin, begin + size)
         number, high = (each[: out[part].numel()] for each in (numbers, sides))
-        number.copy_(y[part].view(torch.uint16)).add_(high.copy_(side[part]), alpha=1 << 16)
+        _write_sides(right[part], bit, out=high)
+        number.copy_(y[part].view(torch.uint16)).add_(high, alpha=1 << 16)
         torch.index_select(table, 0, number, out=out[part])
 
 
-def _interpolate(y: Tensor, side: Tensor, function: str, *, out: Tensor) -> None:
+def _interpolate(y: Tensor, right: Tensor, bit: int, function: str, size: int, *, out: Tensor) -> None:
     activation, table = ACTIVATIONS[function], table_of(function, y.dtype, y.device)
-    cells, size = table.numel() // 2, piece_elements(y)
+    cells = table.numel() // 2
     ratios, cuts, lines = y.new_empty(size), y.new_empty(size), y.new_empty(size, dtype=torch.int64)
-    for begin in range(0, y.numel(), max(1, size)):
+    for begin in range(0, y.numel(), size):
         part = slice(begin, begin + size)
         r, cut, line = (each[: out[part].numel()] for each in (ratios, cuts, lines))
         torch.clamp(y[part], max=-activation.edge, out=cut)
         torch.sub(y[part], activation.lowest, out=r).div_(cut).neg_()
         cell = torch.bitwise_right_shift(r.view(torch.int32), SHIFT, out=cut.view(torch.int32))
-        high = line.view(torch.int32)[: cell.numel()].copy_(side[part])
+        high = line.view(torch.int32)[: cell.numel()]
+        _write_sides(right[part], bit, out=high)
         cell.sub_(FIRST).clamp_(0, cells - 1).add_(high, alpha=cells)
         torch.index_select(table, 0, cell, out=line)
         base, steepness = line.view(torch.float32).view(-1, 2).unbind(1)
-        torch.addcmul(base, steepness, r, out=out[part])
+        torch.add(base, r.mul_(steepness), out=out[part])
+
+
+def _write_sides(right: Tensor, bit: int, *, out: Tensor) -> None:
+    """Write 1 to ``out``, int32, where ``bit`` is set in the bytes ``right``, else 0."""
+    out.copy_(right[: len(out)]).bitwise_right_shift_(bit).bitwise_and_(1)
 
 
 @functools.cache

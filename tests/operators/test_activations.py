@@ -14,6 +14,7 @@ from torch.nn import functional
 from roamc.cost import workspace_bytes
 from roamc.operators import activations
 from roamc.operators.activations import ACTIVATIONS, ERRORS, TAKEN, activation_input, write_activation_input
+from roamc.passes.retain.codecs.bits import bits_of
 from tests.operator_calls import node_of_call
 
 aten = torch.ops.aten
@@ -35,10 +36,17 @@ def slope(name: str, x: Tensor) -> Tensor:
     return BACKWARD[name](torch.ones_like(x, dtype=torch.float64), x.double())
 
 
+def bits(right: Tensor) -> Tensor:
+    """The bits of a mask, in the sequence of memory: element e of n is bit e // ceil(n / 8) of byte e % ceil(n / 8)."""
+    flat = right.as_strided((right.numel(),), (1,)).byte()
+    padded = functional.pad(flat, (0, -right.numel() % 8)).view(8, -1)
+    return (padded << torch.arange(8, dtype=torch.uint8)[:, None]).sum(0, dtype=torch.uint8)
+
+
 def found(name: str, x: Tensor, y: Tensor | None = None) -> Tensor:
     """The inputs made from the outputs of ``x`` and its side of the minimum."""
     outputs = FORWARD[name](x) if y is None else y
-    inputs: Tensor = activation_input(outputs, torch.ge(x, ACTIVATIONS[name].least), name)
+    inputs: Tensor = activation_input(outputs, bits(torch.ge(x, ACTIVATIONS[name].least)), name)
     return inputs
 
 
@@ -82,7 +90,7 @@ def test_outputs_at_and_below_the_minimum(name: str, dtype: torch.dtype) -> None
         outputs.append(torch.nextafter(outputs[-1], torch.tensor([-1.0]).to(dtype)))
     y = torch.cat(outputs)
     for side in (False, True):
-        inputs = activation_input(y, torch.full(y.shape, side), name)
+        inputs = activation_input(y, bits(torch.full(y.shape, side)), name)
         assert slope(name, inputs).abs().max() <= {torch.float32: 1e-4}.get(dtype, 0.1)
 
 
@@ -121,25 +129,34 @@ def test_any_geometry_has_the_bits_of_a_row(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 5, 8, dtype=torch.float32).to(dtype)
     y, right = functional.gelu(x), x >= ACTIVATIONS["gelu"].least
-    expected = activation_input(y.view(-1), right.view(-1), "gelu").view(x.shape)
+    expected = activation_input(y.view(-1), bits(right.view(-1)), "gelu").view(x.shape)
     for dims in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         back = [dims.index(at) for at in range(3)]
         turned, side = (each.permute(dims).contiguous().permute(back) for each in (y, right))
-        for other in (side, right):
-            inputs = activation_input(turned, other, "gelu")
-            assert inputs.stride() == turned.stride()
-            assert torch.equal(inputs, expected)
+        inputs = activation_input(turned, bits(side), "gelu")
+        assert inputs.stride() == turned.stride()
+        assert torch.equal(inputs, expected)
     apart = torch.empty(6, 5, 16, dtype=dtype)[..., ::2].copy_(y)
-    assert torch.equal(activation_input(apart, right, "gelu"), expected)
-    assert activation_input(y[:0], right[:0], "gelu").shape == (0, 5, 8)
-    assert torch.equal(activation_input(y[1, 2, 3], right[1, 2, 3], "gelu"), expected[1, 2, 3])
+    assert torch.equal(activation_input(apart, bits(right), "gelu"), expected)
+    assert activation_input(y[:0], bits(right[:0]), "gelu").shape == (0, 5, 8)
+    assert torch.equal(activation_input(y[1, 2, 3], bits(right[1, 2, 3].clone()), "gelu"), expected[1, 2, 3])
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 1001])
+def test_any_number_of_elements_has_the_bits_of_each_alone(count: int) -> None:
+    torch.manual_seed(count)
+    x = torch.randn(count).bfloat16()
+    y, right = functional.gelu(x), x >= ACTIVATIONS["gelu"].least
+    alone = [activation_input(each, side.byte().view(1), "gelu") for each, side in zip(y, right, strict=True)]
+    assert torch.equal(activation_input(y, bits(right), "gelu"), torch.stack(alone))
+    assert torch.equal(bits_of(x).encode(right), bits(right))
 
 
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 def test_inputs_may_be_written_over_outputs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(activations.PIECES, "cpu", (10, 100))
+    monkeypatch.setitem(activations.PIECES, "cpu", 10)
     x = torch.randn(1001).to(dtype)
-    y, right = functional.gelu(x), x >= ACTIVATIONS["gelu"].least
+    y, right = functional.gelu(x), bits(x >= ACTIVATIONS["gelu"].least)
     expected = activation_input(y.clone(), right, "gelu")
     write_activation_input(y, right, "gelu", out=y)
     assert torch.equal(y, expected)
@@ -147,7 +164,7 @@ def test_inputs_may_be_written_over_outputs(dtype: torch.dtype, monkeypatch: pyt
 
 def test_an_output_of_64_bits_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"outputs of torch.float64: inputs are found of torch.bfloat16"):
-        activation_input(torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.bool), "gelu")
+        activation_input(torch.zeros(3, dtype=torch.float64), torch.ones(1, dtype=torch.uint8), "gelu")
 
 
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
@@ -158,14 +175,13 @@ def test_tables_are_made_once_and_hold_an_entry_for_each_output(dtype: torch.dty
 
 
 def test_workspace_is_a_piece_and_what_lies_in_another_order() -> None:
-    def counted(y: Tensor, right: Tensor) -> int:
-        call: Any = node_of_call(activation_input, ((y, right, "gelu"), {}))
+    def counted(y: Tensor) -> int:
+        call: Any = node_of_call(activation_input, ((y, bits(torch.ones(y.shape, dtype=torch.bool)), "gelu"), {}))
         return workspace_bytes(call, 1)
 
-    y, right = torch.zeros(1000, 1000), torch.zeros(1000, 1000, dtype=torch.bool)
-    assert counted(y, right) == TAKEN[torch.float32] << 16
-    assert counted(y.bfloat16(), right) == TAKEN[torch.bfloat16] << 16
-    assert counted(y[:80], right[:80]) == TAKEN[torch.float32] * 10_000
-    assert counted(y[:20], right[:20]) == TAKEN[torch.float32] << 13
-    assert counted(y[:2], right[:2]) == TAKEN[torch.float32] * 2000
-    assert counted(y[:2], right.t().contiguous().t()[:2]) == 16 * 2000 + 2000
+    y = torch.zeros(1000, 1000)
+    assert counted(y) == TAKEN[torch.float32] << 16
+    assert counted(y.bfloat16()) == TAKEN[torch.bfloat16] << 16
+    assert counted(y[:80]) == TAKEN[torch.float32] * 10_000
+    assert counted(y[:2]) == TAKEN[torch.float32] * 250
+    assert counted(y[:, ::2]) == TAKEN[torch.float32] * 62_500 + 4 * 500_000

@@ -1,7 +1,7 @@
 """tempo: the input of a GELU or SiLU is made again from its output, which is there anyway, and one bit an element.
 
     x  -->  y = gelu(x)                              the bit: on which side of the function's minimum x lies
-            dx = gelu_backward(dy, x)                x = activation_input(y, the bit, "gelu")
+            dx = gelu_backward(dy, x)                x = activation_input(y, the bits, "gelu")
 
 Named after Andoorveedu et al., "Tempo: Accelerating Transformer-Based Model Training through Memory Footprint
 Reduction", NeurIPS 2022, section 3.1; inputs are found otherwise, see :mod:`roamc.operators.activations`. The slopes at
@@ -74,7 +74,7 @@ class Tempo(Coding):
     def decode(self, code: Tensor, /, *beside: Tensor) -> Tensor:
         """Return inputs, with shape and strides of the value, of which ``beside`` are the outputs."""
         y = aten.as_strided.default(beside[0], self.mask.shape, self.mask.stride)
-        x: Tensor = activation_input(y, self.mask.decode(code), self.function)
+        x: Tensor = activation_input(y, code, self.function)
         return x
 
 

@@ -49,10 +49,10 @@ def piece_of_a_mask(call: Call, result: torch.Tensor) -> Bytes:
 
 
 def activation_inputs(call: Call, result: torch.Tensor) -> Bytes:
-    """Workspace of ``activation_input``: what a piece takes, and copies of arguments that lie in another order."""
-    moved = [tensor for tensor in (tensor_at(call, 0), tensor_at(call, 1)) if tensor.stride() != result.stride()]
-    piece = activations.TAKEN[result.dtype] * activations.piece_elements(result)
-    return piece + sum(tensor.numel() * tensor.itemsize for tensor in moved)
+    """Workspace of ``activation_input``: what a piece takes, and a copy of outputs that lie in another order."""
+    outputs = tensor_at(call, 0)
+    moved = 0 if outputs.stride() == result.stride() else outputs.numel() * outputs.itemsize
+    return moved + activations.TAKEN[result.dtype] * activations.piece_elements(result)
 
 
 def piece_of_a_projection(call: Call, result: torch.Tensor) -> Bytes:
