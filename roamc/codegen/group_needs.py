@@ -26,6 +26,7 @@ from roamc.codegen.group_verdicts import GroupFault, Verdict
 from roamc.compat import OpOverload
 from roamc.compat_operators import is_pointwise
 from roamc.operators import ops
+from roamc.operators.activations import PARTS
 from roamc.operators.schemas import name_of
 from roamc.operators.table import Rowwise
 
@@ -113,6 +114,7 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
     """
     rowwise, names = rows_of(node)
     per_row, whole = read_per_row(node), {names[at] for at in rowwise.whole}
+    bits = {names[at] for at in ops.rule(node.target).bits}
     sizes, needs = shape_of(node), {}
     called: Any = node.target
     for name, argument in by_name(called, node.args, node.kwargs).items():
@@ -121,6 +123,9 @@ def needs_of(node: fx.Node) -> dict[str, Need]:
         tensor = tensor_of(argument)
         shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
         value, offset = value_under(argument)
+        if name in bits:
+            needs[name] = Need(value, (PARTS, tensor.numel()), (0, 1), offset)
+            continue
         if name in whole and shape:
             needs[name] = Need(value, shape, strides, offset, whole=True)
             continue

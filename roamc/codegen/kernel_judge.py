@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from roamc.codegen.group_needs import Need, extent_of, is_number, is_sum_over_rows, tensor_of
 from roamc.codegen.group_verdicts import GroupFault, Place, Verdict, close, each_close
 from roamc.codegen.kernel_columns import Columns, moves_columns, result_of
-from roamc.codegen.kernel_values import Expected, Memory, matrix_of
+from roamc.codegen.kernel_values import Expected, Memory, entries, matrix_of
 from roamc.codegen.partials_judge import PartialRows, judge_ends
 from roamc.codegen.triton_stand_in import WIDE, Jit, Language, Pointer
 from roamc.compat import without_modes
@@ -236,6 +236,7 @@ class KernelRun:
         operands = [self.memory.number(node) if is_number(node) else Pointer(node, first) for node in self.arguments()]
         pointers = [*operands, *(Pointer(node, first) for node in outs)]
         pointers += [Pointer(None, first)] if self.partials is not None else []
+        pointers += [Pointer(None, first, table) for table in self.text.tables]
         names[self.text.function](*pointers, **self.text.constants)
         for output in self.outputs.values():
             missing = (output.seen == 0) & self._valid_results(output)
@@ -273,6 +274,8 @@ class KernelRun:
     def load(self, pointer: Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
         """Check which elements are read, and return the numbers that are there."""
         node, places = pointer.node, pointer.places
+        if pointer.table is not None:
+            return entries(pointer.table, places)
         if node is None or node in self.outputs:
             raise GroupFault(Verdict.VALUE, "the result is read", node.name if node is not None else "")
         elements, valid = self._lanes()
@@ -349,7 +352,7 @@ class KernelRun:
 
     def store(self, pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
         """Check where elements of a result are stored, and keep them."""
-        if pointer.node is None and self.partials is not None:
+        if pointer.node is None and pointer.table is None and self.partials is not None:
             self.partials.store(pointer.places, value, mask)
             return
         output = self.outputs.get(self.over.get(pointer.node, pointer.node)) if pointer.node is not None else None

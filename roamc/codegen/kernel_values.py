@@ -33,6 +33,7 @@ from roamc.codegen.kernel_columns import Columns, assembled, copies, moves_colum
 from roamc.codegen.triton_stand_in import WIDE, widened
 from roamc.compat_operators import on_cpu
 from roamc.operators import ops
+from roamc.operators.activations import ACTIVATIONS, FIRST, PARTS, SHIFT, Table
 from roamc.operators.counter import kept
 
 
@@ -83,6 +84,7 @@ class Memory:
         self._least, self._columns, self._number_of = least, matrix.columns, number_of
         numbered = (node for node in matrix.members if ops.rule(node.target).numbered)
         self._seeds = {need.value for node in numbered for need in matrix.needs[node].values()}
+        self._bits = {need.value for node in matrix.members for need in bits_of(node, matrix.needs)}
         self._ignored = {need.value: label for node in matrix.members for need, label in _labels(node, matrix.needs)}
 
     def content(self, node: fx.Node, places: Tensor) -> Tensor:
@@ -91,6 +93,8 @@ class Memory:
         mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
         if node in self._seeds:  # all bits of a seed count
             return mixed ^ (mixed >> 32)
+        if node in self._bits:
+            return ((mixed ^ (mixed >> 32)) & 255).to(torch.uint8)
         mixed = (mixed ^ (mixed >> 32)) & ((1 << 30) - 1)
         dtype = WIDE if is_number(node) else tensor_of(node).dtype
         if dtype is torch.bool:
@@ -104,6 +108,24 @@ class Memory:
     def number(self, node: fx.Node) -> Tensor:
         """Return what stands for a number that the kernel is passed."""
         return self.content(node, torch.zeros((), dtype=torch.int64, device="cpu"))
+
+
+def entries(table: Table, places: Tensor) -> Tensor:
+    """Return the numbers of a table at ``places``, integers of any shape, in 64 bits.
+
+    Raises:
+        GroupFault: the table has no such places.
+    """
+    numbers = table.on(torch.device("cpu"))
+    if places.numel() and not (places.min() >= 0 and places.max() < numbers.numel()):
+        raise GroupFault(Verdict.OUTSIDE, f"numbers {int(places.min())} to {int(places.max())} of a table are read")
+    return numbers[places.to(torch.int64)].to(WIDE)
+
+
+def bits_of(node: fx.Node, needs: Mapping[fx.Node, Mapping[str, Need]]) -> list[Need]:
+    """Return what a member reads as one bit for each of its elements."""
+    called: Any = node.target
+    return [needs[node][called._schema.arguments[at].name] for at in ops.rule(called).bits]
 
 
 def _labels(node: fx.Node, needs: Mapping[fx.Node, Mapping[str, Need]]) -> list[tuple[Need, int]]:
@@ -161,6 +183,8 @@ class Expected:
             return [assembled(node, [value[rows] for value in operands.values()])]
         if ops.rule(node.target).numbered:
             return [self._numbered(node, operands)]
+        if ops.rule(node.target).bits:
+            return [self._activation_input(node, operands, rows)]
         if copies(node):
             return [value[rows] if value.dim() else value for value in operands.values()]
         (rowwise, names), per_row = rows_of(node), read_per_row(node)
@@ -193,6 +217,23 @@ class Expected:
         if tensor_of(node).numel() != self.matrix.numel:
             raise GroupFault(Verdict.SHAPE, "has another number of elements than its group", node.name)
         return kept(operands["seed"], self.elements, float(node.args[3]))  # type: ignore[arg-type]
+
+    def _activation_input(self, node: fx.Node, operands: Mapping[str, Tensor], rows: slice) -> Tensor:
+        """The inputs of an activation, by the table of its operator and the bits of the elements' numbers."""
+        tensor, (packed,) = tensor_of(node), bits_of(node, self.matrix.needs)
+        if tensor.numel() != self.matrix.numel or tensor.numel() % PARTS or not tensor.is_contiguous():
+            raise GroupFault(Verdict.SHAPE, "has other elements than the bits that it reads", node.name)
+        y, bits = operands["result"], operands["right"].to(torch.int64)
+        side = (bits >> (self.elements // packed.sizes[-1])) & 1
+        table = Table(str(node.args[2]), tensor.dtype)
+        if tensor.dtype is not torch.float32:
+            wide = y.float().view(torch.int32) >> 16 if tensor.dtype is torch.bfloat16 else y.half().view(torch.int16)
+            return entries(table, (wide.to(torch.int64) & 0xFFFF) + (side << 16))[rows]
+        activation, half = ACTIVATIONS[table.function], table.on(side.device).numel() // 2
+        r = (y - activation.lowest) / y.clamp(max=-activation.edge) * -1
+        cell = ((r.float().view(torch.int32) >> SHIFT) - FIRST).clamp(0, half // 2 - 1)
+        place = 2 * cell + half * side
+        return (entries(table, place) + entries(table, place + 1) * r)[rows]
 
     def _as_it_is(self, tensor: Tensor, value: Tensor) -> Tensor:
         """An operand, with all elements of some rows, as an operator takes it that does not broadcast."""

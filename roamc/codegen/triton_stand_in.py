@@ -15,11 +15,15 @@ import torch
 from torch import Tensor, fx
 
 from roamc.codegen.group_verdicts import GroupFault, Verdict
+from roamc.operators.activations import Table
 from roamc.operators.schemas import stem
 
 WIDE = torch.float64
 """The dtype in which floats are computed."""
 
+
+FLOATS_OF = {torch.int32: torch.float32, torch.int16: torch.float16}
+"""Dtype of integers to that of the floats whose bits a kernel takes for them."""
 
 JOINS = frozenset({"sum", "max"})
 """Names of the functions of :class:`Language` that make one element of several lanes."""
@@ -55,18 +59,20 @@ class Runs(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Pointer:
-    """What the kernel has in the place of an operand or a result.
+    """What the kernel has in the place of an operand, a result or a table.
 
     Attributes:
-        node: the operand, or the member whose result it is; None for partial sums.
+        node: the operand, or the member whose result it is; None for partial sums and tables.
         places: offset of each element of a block, in elements from the first of that tensor.
+        table: the table.
     """
 
     node: fx.Node | None
     places: Tensor
+    table: Table | None = None
 
     def __add__(self, other: Any) -> Pointer:
-        return Pointer(self.node, self.places + other)
+        return Pointer(self.node, self.places + other, self.table)
 
 
 class Language:
@@ -98,8 +104,11 @@ class Language:
         return torch.arange(start, end, dtype=torch.int32, device="cpu")
 
     @staticmethod
-    def cast(value: Any, dtype: torch.dtype) -> Tensor:
-        """Return a number, or a tensor, in ``dtype``."""
+    def cast(value: Any, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
+        """Return a number, or a tensor, in ``dtype``; with ``bitcast`` the bits of floats as integers of as many."""
+        if bitcast:
+            bits: Tensor = value.to(FLOATS_OF[dtype]).view(dtype)
+            return bits
         return torch.as_tensor(value, dtype=dtype, device="cpu")
 
     @staticmethod

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roamc.compat import OpOverload
+from roamc.compat import OpOverload, without_modes
 from roamc.operators.random import LIBRARY
 from roamc.units import Bytes
 
@@ -190,7 +190,25 @@ def table_of(function: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     activation = ACTIVATIONS[function]
     of_side = functools.partial(_lines if dtype is torch.float32 else _inputs, activation, dtype)
-    return torch.cat([of_side(right=False), of_side(right=True)]).to(device)
+    with without_modes(), torch.no_grad():  # kernels are printed under fake modes, too
+        return torch.cat([of_side(right=False), of_side(right=True)]).to(device)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the kernel of a group finds inputs with, see :func:`table_of`.
+
+    Attributes:
+        function: a name in :data:`ACTIVATIONS`.
+        dtype: of outputs and inputs, and of the table's numbers.
+    """
+
+    function: str
+    dtype: torch.dtype
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the numbers on ``device``; of float32 the two of a cell lie side by side."""
+        return table_of(self.function, self.dtype, device).view(self.dtype)
 
 
 def _inputs(activation: Activation, dtype: torch.dtype, *, right: bool) -> Tensor:

@@ -134,7 +134,9 @@ def result_steps(node: fx.Node, matrix: Matrix) -> Steps | None:
     CPU.
     """
     rule, result = ops.rule(node.target), node.meta.get("val")
-    if rule.rowwise is None or rule.numbered or not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+    if rule.rowwise is None or rule.numbered or rule.bits:
+        return None
+    if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
         return None
     if form_of(node, 1).kind not in (FormKind.OUT, FormKind.KERNEL) or result.is_conj() or result.is_neg():
         return None

@@ -190,6 +190,8 @@ class Facts:
         kinds: position of an argument to what an error in it does; ``ANY`` for positions that are not there.
         multiplies: of a product, position of an argument to the results that are linear in it. If these are gradients
             of parameters, an error in the argument is of kind ``WEIGHT``.
+        bits: positions of the arguments that hold one bit for each element of the result: of n, element e is bit
+            e // ceil(n / 8) of byte e % ceil(n / 8), counted in the sequence of memory.
         numbered: an element of the result follows from its number, counted row by row, besides the arguments: what runs
             on some rows alone has to know which ones.
     """
@@ -217,6 +219,7 @@ class Facts:
     together: Together | None = None
     assembly: Assembly | None = None
     copies: bool = False
+    bits: tuple[int, ...] = ()
     numbered: bool = False
     carries: tuple[int, ...] = ()
     kinds: Mapping[int, Kind] = field(default_factory=dict)
@@ -396,7 +399,7 @@ ROWS: dict[str, Row] = {
     # Reads its seed at places that it finds itself.
     "roamc::counter_mask": Row(rowwise=Rowwise(whole=(0,)), numbered=True),
     # Reads each piece of its outputs before it writes the inputs.
-    "roamc::activation_input": Row(overwrites=(0,)),
+    "roamc::activation_input": Row(overwrites=(0,), rowwise=Rowwise(), bits=(1,)),
     "roamc::norm_input": Row(overwrites=(1,)),
     "roamc::count": Row(recomputable=False),
     "roamc::wait_collective": Row(finishes=0, recomputable=False),

@@ -26,7 +26,8 @@ from tests.graphs import traced
 from tests.planted import planted
 
 aten = torch.ops.aten
-HALF, FLOAT, INT, BOOL = torch.bfloat16, torch.float32, torch.int64, torch.bool
+HALF, FLOAT = torch.bfloat16, torch.float32
+INT, BOOL, BYTES = torch.int64, torch.bool, torch.uint8
 
 
 def on_gpu(shape: tuple[int, ...], dtype: torch.dtype = FLOAT, stride: tuple[int, ...] | None = None) -> Tensor:
@@ -115,6 +116,11 @@ def moved(x: Tensor, seed: Tensor) -> Tensor:
     return torch.cat([aten.slice.Tensor(dropped, -1, 16, 32), aten.slice.Tensor(dropped, -1, 0, 16)], -1)
 
 
+def decodes(y: Tensor, right: Tensor, grad: Tensor) -> Tensor:
+    """The slope at an input that is made from its output and a bit."""
+    return aten.gelu_backward(grad, torch.ops.roamc.activation_input(y, right, "gelu"))
+
+
 GROUPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "flat": (flat, (on_gpu((40, 40)), on_gpu((40, 40), FLOAT, (1, 40)), on_gpu((40, 1)), on_gpu((40,)))),
     "rows": (rows, (on_gpu((2, 50, 50), HALF), on_gpu((50,), HALF), on_gpu((2, 50, 1), HALF))),
@@ -135,6 +141,12 @@ GROUPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "dropout added up": (lambda x, seed: drops(x, seed).sum([0]), (on_gpu((500, 48)), on_gpu((2,), INT))),
     "dropout moved": (moved, (on_gpu((50, 32)), on_gpu((2,), INT))),
     "dropout of many elements": (drops, (on_gpu((40, 1 << 26), HALF), on_gpu((2,), INT))),
+    "decode": (decodes, (on_gpu((40, 40), HALF), on_gpu((200,), BYTES), on_gpu((40, 40), HALF))),
+    "decode of 32 bits": (decodes, (on_gpu((40, 40)), on_gpu((200,), BYTES), on_gpu((40, 40)))),
+    "decode in rows": (
+        lambda *of: decodes(*of).softmax(-1),
+        (on_gpu((50, 48), torch.float16), on_gpu((300,), BYTES), on_gpu((50, 48), torch.float16)),
+    ),
     "mask": (lambda x, chosen: torch.where(chosen, x, x * 2), (on_gpu((40, 40)), on_gpu((40, 40), BOOL))),
 }
 
@@ -158,6 +170,17 @@ FAULTS: dict[str, tuple[str, str, str, Verdict]] = {
     "mask at unmoved columns": ("dropout moved", r"\+ column \+ 16\n", "+ column\n", V.NUMBERS),
     "another probability": ("dropout", r"< 0", "< 429496730", V.NUMBERS),
     "another stream": ("dropout", r", 0, 0\)", ", 0, 1)", V.NUMBERS),
+    # decodes by tables
+    "bits of the next element": ("decode", r"right_1 \+ index % 200", "right_1 + (index + 1) % 200", V.ELEMENTS),
+    "bits of the part before": ("decode", r"index // 200", "index // 200 - 1", V.NUMBERS),
+    "the last part has the bits of the first": ("decode", r"index // 200", "index // 200 % 7", V.NUMBERS),
+    "a table's other half": ("decode", r"t \* 65536", "(1 - t) * 65536", V.NUMBERS),
+    "a number behind a table": ("decode", r"t \* 65536", "t * 65536 + 65536", V.OUTSIDE),
+    "bits of another dtype": ("decode", r">> 16\) & 65535", ">> 15) & 65535", V.NUMBERS),
+    "bits of another row": ("decode in rows", r"\+ column\) % 300", "+ column + 48) % 300", V.ELEMENTS),
+    "another cell": ("decode of 32 bits", r"- 25856", "- 25855", V.NUMBERS),
+    "another line of a cell": ("decode of 32 bits", r"\* 2 \+ 1\)", "* 2 + 3)", V.NUMBERS),
+    "another side's cells": ("decode of 32 bits", r"t \* 13177", "(1 - t) * 13177", V.NUMBERS),
     # several results
     "results are exchanged": (
         "several",

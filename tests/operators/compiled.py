@@ -67,6 +67,12 @@ def dropped(grad: Tensor, mask: Tensor, x: Tensor) -> Tensor:
     return aten.gelu_backward(aten.native_dropout_backward(grad, mask, 1.25), x, approximate="tanh")
 
 
+def decoded(grad: Tensor, y: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Backward of a GELU whose input is made again from its output, and the gradient of the bias in front of it."""
+    inner = aten.gelu_backward(grad, torch.ops.roamc.activation_input(y, right, "gelu"))
+    return inner, inner.sum([0])
+
+
 def masked(x: Tensor, seed: Tensor, more: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
     """The end of a layer: a dropout by a mask that follows from a seed, the residual sum and its norm."""
     mask = torch.ops.roamc.counter_mask(seed, list(x.shape), list(x.stride()), 0.9)
@@ -130,6 +136,9 @@ def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
                 ),
             ),
         }
+        for name_of, dtype in (("decoded", half), ("decoded in 32 bits", torch.float32)):
+            wide = [torch.empty(8192, 3072, dtype=dtype) for _ in range(2)]
+            functions[name_of] = decoded, (*wide, torch.empty(8192 * 3072 // 8, dtype=torch.uint8))
         function, operands = functions[name]
         body = make_fx(function, tracing_mode="fake")(*operands).graph
     frame = frame_of(blocks.last_member(body))
@@ -139,7 +148,7 @@ def group(name: str) -> tuple[torch.fx.Graph, KernelText]:
 
 NAMES = (
     *("norm", "gates", "loss", "softmax", "rotary", "dropped", "masked", "update", "updates", "normed"),
-    "norm backward",
+    *("norm backward", "decoded", "decoded in 32 bits"),
 )
 
 

@@ -10,6 +10,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import argparse
+import math
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from roamc.codegen.group_verdicts import GroupFault, Place
 from roamc.codegen.kernel_judge import judge_kernel
 from roamc.graph import placeholders
 from roamc.operators import blocks, ops
+from roamc.operators.activations import ACTIVATIONS
 from roamc.operators.blocks import Matrix
 from roamc.operators.gpu import multi_tensor
 from roamc.operators.gpu.frame import frame_of
@@ -433,6 +435,43 @@ def dropouts() -> list[str]:
     return [f"{name}: {said or 'does not print'}" for name, (said, text) in compared.items() if said or text is None]
 
 
+def decodes() -> list[str]:
+    """Say which kernels that make inputs of activations differ from the operators, whose bits they have."""
+    decode = torch.ops.roamc.activation_input
+
+    def alone(name: str) -> Callable[..., Tensor]:
+        return lambda y, right, grad: decode(y, right, name)
+
+    def slope(y: Tensor, right: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        gradient = aten.gelu_backward(grad, decode(y, right, "gelu"))
+        return gradient, (gradient / grad.numel() * grad.shape[-1]).sum(over_rows(grad))
+
+    def gated(y: Tensor, right: Tensor, grad: Tensor) -> Tensor:
+        x = decode(y, right, "silu")
+        return aten.silu_backward(grad, x).softmax(-1) * x
+
+    special = torch.tensor([math.nan, math.inf, 60_000.0, 30.0, -0.0, 0.0, -1e-7, -0.16997, -0.27846, 1e-3, 2.0, 3.0])
+    cases: dict[str, tuple[Callable[..., Any], Tensor]] = {
+        **{name: (alone(name), torch.randn(6, 44).clamp_min(-0.16)) for name in ACTIVATIONS},
+        "special": (alone("gelu"), special.repeat(4, 2)),
+        "one byte": (alone("gelu"), special[4:].clone()),
+        "many programs": (alone("silu"), torch.randn(16, BLOCK + 8).clamp_min(-0.16)),
+        "slope and sum": (slope, torch.randn(2, 32, 24).clamp_min(-0.16)),
+        "along rows": (gated, torch.randn(6, 24).clamp_min(-0.16)),
+        "in pieces": (gated, torch.randn(2, LONGEST_ROW + 4).clamp_min(-0.16)),
+    }
+    wrong = []
+    for name, (function, values) in cases.items():
+        for dtype in DTYPES:
+            y, right = values.to(dtype), torch.randint(0, 256, (values.numel() // 8,), dtype=torch.uint8)
+            said, text = compare(function, [y, right, torch.randn(y.shape).to(dtype)])
+            wrong += [f"decode {name} in {dtype}: {said or 'does not print'}"] if said or text is None else []
+    for y in (torch.randn(5, 3), torch.randn(8, 4).t()):
+        text = compare(alone("gelu"), [y, torch.zeros(-(-y.numel() // 8), dtype=torch.uint8), y])[1]
+        wrong += [] if text is None else ["bits that do not fill bytes, or lie in another order, print"]
+    return wrong
+
+
 def corners() -> list[str]:
     """Say which cases of CORNERS differ, or do not print."""
     compared = {name: compare(function, operands) for name, (function, operands) in CORNERS.items()}
@@ -463,7 +502,7 @@ def main() -> None:
     how = parser.parse_args()
     rng = random.Random(how.seed)
     torch.manual_seed(how.seed)
-    wrong = losses() + corners() + updates() + dropouts() if how.forms and not how.only else []
+    wrong = losses() + corners() + updates() + dropouts() + decodes() if how.forms and not how.only else []
     wrong += shared_updates() if how.forms and not how.seed else []
     for name in (how.only or FORMS) if how.forms else [None]:
         seen = tried = 0

@@ -140,16 +140,17 @@ def sources_of(body: fx.Graph, text: KernelText) -> tuple[Source, ...]:
     operands = [next((POINTERS[one.dtype] for _, one in tensors_of(node)), NUMBER) for node in placeholders(body)]
     ends, kernel = text.partials, jit_function(text)
     # What the members write over operands has no pointer of its own, and partial sums have one for all.
-    stored = len(kernel.arg_names) - len(operands) - len(text.constants)
+    tables = [POINTERS[table.dtype] for table in text.tables]
+    stored = len(kernel.arg_names) - len(operands) - len(tables) - len(text.constants)
     stored += 0 if ends is None else len(ends.results) - 1
     results = [POINTERS[blocks.only_tensor(node).dtype] for node in blocks.results_of(body)[:stored]]
     if ends is None:
-        return (_source(kernel, text.function, [*operands, *results], text.constants, text.warps),)
+        return (_source(kernel, text.function, [*operands, *results, *tables], text.constants, text.warps),)
     others = [kind for at, kind in enumerate(results) if at not in ends.results]
     partials, sums = POINTERS[torch.float32], [results[at] for at in ends.results]
     second = jit_function(text, ends.function)
     return (
-        _source(kernel, text.function, [*operands, *others, partials], text.constants, text.warps),
+        _source(kernel, text.function, [*operands, *others, partials, *tables], text.constants, text.warps),
         _source(second, ends.function, [partials, *sums], ends.constants, WARPS),
     )
 

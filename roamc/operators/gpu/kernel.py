@@ -27,6 +27,7 @@ from torch import fx
 
 from roamc.graph import placeholders, source_line
 from roamc.operators import blocks, ops
+from roamc.operators.activations import Table
 from roamc.operators.blocks import Matrix
 from roamc.operators.gpu.frame import Access, Reach, access_along, access_of, along_columns, shape_reach
 from roamc.operators.gpu.lines import DOWN, FLOATS, REDUCED, DoesNotPrintError, Lines, Value
@@ -61,13 +62,14 @@ class KernelText:
 
     Attributes:
         source: defines the function, with the decorator ``triton.jit``; needs the names ``triton`` and ``tl``.
-        function: its name. It takes the operands in order, then the results, then the constants. What is written over
-            operands goes to these; numbers are passed as they are.
+        function: its name. It takes the operands in order, then the results, tables, and the constants. What is
+            written over operands goes to these; numbers are passed as they are.
         constants: names and values of the compile-time constants.
         programs: how many programs the launch has.
         warps: warps of 32 threads that run one program.
         reads: how often an element of an operand is read; 1 if rows are held whole.
         partials: how sums over rows end; None if there are none.
+        tables: what the function takes behind the results (and partial sums), in front of the constants.
     """
 
     source: str
@@ -77,6 +79,7 @@ class KernelText:
     warps: int
     reads: int
     partials: PartialSums | None = None
+    tables: tuple[Table, ...] = ()
 
     @property
     def joins(self) -> bool:
@@ -258,7 +261,8 @@ class _Kernel:
         body = self._in_rows() if self.rows else self._flat()
         constants, programs, warps = self._launch()
         source = self._function(self.outs.values(), constants, body)
-        return KernelText(source, self.name, constants, programs, warps, self._passes() if self._pieces else 1)
+        reads = self._passes() if self._pieces else 1
+        return KernelText(source, self.name, constants, programs, warps, reads, tables=tuple(self.lines.tables))
 
     def element_lines(self) -> list[str]:
         """The lines for the elements ``index``, those that are ``inside``, of a group without sums."""
@@ -275,6 +279,7 @@ class _Kernel:
         self.lines.values = [value for value in self.lines.values if value in needed]
 
     def _function(self, outs: Iterable[str], constants: Iterable[str], body: Sequence[str]) -> str:
+        outs = [*outs, *self.lines.tables.values()]
         return head_of(self.name, self.lines.pointers, outs, constants) + "".join(f"    {line}\n" for line in body)
 
     def _with_partials(self, down: Sequence[_Stored]) -> KernelText:
@@ -286,7 +291,8 @@ class _Kernel:
         constants = {**constants, "CHUNK": partials.chunk}
         source = self._function([*outs, ended], constants, self._in_chunks(down, partials, ended))
         source = partials.source([one.name for one in down]) + "\n" + source
-        return KernelText(source, self.name, constants, partials.parts, warps, 1, partials)
+        tables = tuple(self.lines.tables)
+        return KernelText(source, self.name, constants, partials.parts, warps, 1, partials, tables)
 
     # -- values -----------------------------------------------------------------------------------------------------
 

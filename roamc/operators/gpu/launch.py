@@ -90,13 +90,15 @@ def jit_functions(text: KernelText) -> Callable[..., None]:
     second = jit_function(text, ends.function) if ends is not None else None
 
     def run(args: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], **options: Any) -> None:
+        tables = [table.on(outs[0].device) for table in text.tables]
         if ends is None:
-            function[(text.programs,)](*args, *outs, **text.constants, num_warps=text.warps, **options)
+            function[(text.programs,)](*args, *outs, *tables, **text.constants, num_warps=text.warps, **options)
             return
         partials = torch.empty(ends.numel, dtype=torch.float32, device=outs[0].device)
         others = [out for at, out in enumerate(outs) if at not in ends.results]
         sums = [outs[at] for at in ends.results]
-        function[(text.programs,)](*args, *others, partials, **text.constants, num_warps=text.warps, **options)
+        pointers = *args, *others, partials, *tables
+        function[(text.programs,)](*pointers, **text.constants, num_warps=text.warps, **options)
         second[(ends.programs,)](partials, *sums, **ends.constants, num_warps=WARPS, **options)  # type: ignore[index]
 
     return run

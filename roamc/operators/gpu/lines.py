@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from roamc.operators.activations import Table
 from roamc.operators.gpu.frame import Access, Reach
 
 FLOATS = {torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
@@ -91,6 +92,7 @@ class Lines:
 
     Attributes:
         shift: at how many columns to the right of the lane's own the member is computed that is being written.
+        tables: tables to the names of their pointers.
     """
 
     def __init__(self, columns: int, *, rows: bool, taken: Iterable[str]) -> None:
@@ -100,6 +102,7 @@ class Lines:
         self.comment = ""
         self.shift = 0
         self.pointers: dict[fx.Node, str] = {}
+        self.tables: dict[Table, str] = {}
         self.loaded: dict[tuple[fx.Node, Access, int], Value] = {}
         self.dtype = torch.float32
         self.unnamed: set[Value] = set()
@@ -138,6 +141,17 @@ class Lines:
         stride = table.meta["val"].stride(0)
         text = f"tl.load({self.pointers[table]} + {place.name} * {stride}).to(tl.float32)"
         return self._add("picked", text, (place,), self.dtype)
+
+    def entry(self, table: Table, place: str, *reads: Value) -> Value:
+        """Write a load of one number of ``table``, which the kernel is passed; return it in float32.
+
+        Args:
+            table: the table.
+            place: the text of the number's place, in which ``{0}``, ``{1}`` stand for ``reads``; none is outside.
+            reads: values.
+        """
+        pointer = self.tables.get(table) or self.tables.setdefault(table, self.name(f"{table.function}_table"))
+        return self.let(f"tl.load({pointer} + {place}){'' if table.dtype.itemsize == 4 else '.to(tl.float32)'}", *reads)
 
     def element(self) -> Value:
         """Return the number of the element that each lane has, counted row by row; may write a line for it."""

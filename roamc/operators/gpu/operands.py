@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from roamc.operators import blocks, ops
+from roamc.operators.activations import PARTS
 from roamc.operators.blocks import Matrix
-from roamc.operators.gpu.frame import Access, access_of, along_columns, in_order
+from roamc.operators.gpu.frame import Access, access_along, access_of, along_columns, in_order
 from roamc.operators.gpu.lines import INTEGERS, PRINTABLE, DoesNotPrintError
 from roamc.operators.gpu.partial_sums import WIDEST
 from roamc.operators.gpu.printed import Printed, printed
@@ -138,12 +139,23 @@ def _operand(node: fx.Node, at: int, frame: Matrix, inside: Collection[fx.Node])
         if blocks.base_of(argument) in inside:
             raise DoesNotPrintError(f"{node.name} reads {argument.name} at places that it finds itself")
         return Operand(argument)
+    if at in rule.bits:
+        return Operand(argument, _access_of_bits(node, argument, frame, inside))
     order = reordered(node) if rule.copies else None
     if order is not None and order[0] in inside:
         return Operand(order[0])
     if rule.copies and argument.meta["val"].stride()[-1:] not in ((1,), ()):
         raise DoesNotPrintError(f"{node.name} copies columns that lie apart")
     return _read(node, argument, shape_of_operands(node), frame, inside)
+
+
+def _access_of_bits(node: fx.Node, argument: fx.Node, frame: Matrix, inside: Collection[fx.Node]) -> Access:
+    """How the bytes of bits are read, one for each element of ``node``: the tensor's eight parts read all of them."""
+    result, nbytes = node.meta["val"], argument.meta["val"].numel()
+    whole = result.is_contiguous() and result.numel() == frame.numel and argument.meta["val"].is_contiguous()
+    if not whole or result.numel() % PARTS or blocks.base_of(argument) in inside:
+        raise DoesNotPrintError(f"{node.name} has other elements than the bits of {argument.name} say in order")
+    return access_along((PARTS, nbytes), (0, 1), frame.columns)
 
 
 def _read(node: fx.Node, argument: fx.Node, shape: torch.Size, frame: Matrix, inside: Collection[fx.Node]) -> Operand:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from roamc.compat import OpOverload
+from roamc.operators.activations import ACTIVATIONS, FIRST, SHIFT, Table
 from roamc.operators.counter import limit_of
 from roamc.operators.gpu.lines import DoesNotPrintError
 from roamc.operators.gpu.results import sums_over_rows
@@ -308,6 +309,30 @@ def _counter_mask(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value
     return lines.let(f"{{0}}.to(tl.int32) < {limit_of(node.args[3])}", word)  # type: ignore[arg-type]
 
 
+def _activation_input(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
+    """The lines of :mod:`roamc.operators.activations`, each of which rounds as torch's operator there does."""
+    (y, right), table = values[:2], Table(node.args[2], node.meta["val"].dtype)  # type: ignore[arg-type]
+    nbytes = node.args[1].meta["val"].numel()  # type: ignore[union-attr]
+    side = lines.let(f"({{0}}.to(tl.int32) >> ({{1}} // {nbytes}).to(tl.int32)) & 1", right, lines.element())
+    if table.dtype is not torch.float32:
+        bits = lines.let(_BITS[table.dtype], y)
+        return lines.entry(table, "{0} + {1} * 65536", bits, side)
+    activation, cells = ACTIVATIONS[table.function], table.on(torch.device("cpu")).numel() // 4
+    cut = lines.let(_SMALLER.format("{0}", -activation.edge), y)
+    r = lines.let(f"tl.div_rn({{0}} - {activation.lowest!r}, {{1}}) * -1.0", y, cut)
+    cell = lines.let(f"tl.cast({{0}}, tl.int32, bitcast=True) >> {SHIFT}", r)
+    line = lines.let(f"tl.minimum(tl.maximum({{0}} - {FIRST}, 0), {cells - 1}) + {{1}} * {cells}", cell, side)
+    base, steepness = (lines.entry(table, f"{{0}} * 2{second}", line) for second in ("", " + 1"))
+    return lines.let("{0} + {1} * {2}", base, r, steepness)
+
+
+_BITS = {
+    torch.bfloat16: "(tl.cast({0}, tl.int32, bitcast=True) >> 16) & 65535",
+    torch.float16: "tl.cast({0}.to(tl.float16), tl.int16, bitcast=True).to(tl.int32) & 65535",
+}
+"""Dtype to the text of the bits of a number of it that is held in float32."""
+
+
 def _where(lines: Lines, node: fx.Node, values: Sequence[Value]) -> Value:
     chosen = [lines.cast(value, node.meta["val"].dtype) for value in values[1:]]
     return lines.let("tl.where({0}, {1}, {2})", values[0], *chosen)
@@ -429,6 +454,7 @@ PRINTED: dict[str, Printed] = {
     "nll_loss_backward": Printed(_nll_loss_backward, common="each"),
     "roamc::label_scores": Printed(_label_scores, along=2, common="each"),
     "roamc::counter_mask": Printed(_counter_mask, exact=True, common="each", booleans=True),
+    "roamc::activation_input": Printed(_activation_input, exact=True, common="each"),
 }
 """Name of an operator without its overload to how it prints. An overload has the row of its stem."""
 

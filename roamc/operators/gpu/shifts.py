@@ -210,6 +210,9 @@ def unfit_shifts(members: Sequence[fx.Node], frame: Matrix, reduce: Collection[f
     """
     if not moves_columns(members):
         return ""
+    packed = next((node.name for node in members if ops.rule(node.target).bits), None)
+    if packed is not None:
+        return f"{packed} reads bits by the numbers of elements, and columns are moved"
     if frame.columns > longest:
         return f"rows of {frame.columns} elements are read in pieces, and columns are moved"
     whole = [node for node in members if any(one is not None and _is_whole(one, frame) for one in results_of(node))]
