@@ -20,6 +20,7 @@ from roamc.graph.storage_ids import all_ids, ids_of
 from roamc.operators import blocks, in_place, ops
 from roamc.operators.gpu.operands import needs_rows
 from roamc.operators.gpu.printed import printed
+from roamc.operators.table import Kind
 from roamc.options import Options
 from roamc.passes.fuse.decision import MOST_MEMBERS, Decision
 from roamc.passes.fuse.estimates import Estimates
@@ -69,7 +70,8 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
     """
     site = Site(graph)
     estimates = Estimates.of(site, options)
-    finder = Finder(site, _least_bytes(graph, estimates.profile), estimates, fast=options.numerics == "fast")
+    least, fast = _least_bytes(graph, estimates.profile), options.numerics == "fast"
+    finder = Finder(site, least, estimates, fast=fast, decodes=bool(options.codecs))
     group_names: list[tuple[str, ...]] = []
     for node in reversed(operators(graph.graph)):
         members = [] if node in finder.taken else finder.group(node)
@@ -101,11 +103,12 @@ class Finder:
         site: the graph, in which no group is written yet.
         least: fewest bytes of the largest value inside a group.
         fast: groups may have other last bits than their operators.
+        decodes: on a GPU a slope of an activation is a group, alone as well: it can decode its input.
     """
 
-    def __init__(self, site: Site, least: float, estimates: Estimates, *, fast: bool) -> None:
+    def __init__(self, site: Site, least: float, estimates: Estimates, *, fast: bool, decodes: bool = False) -> None:
         self.site, self.graph, self.kind, self.estimates = site, site.graph, site.kind, estimates
-        self.least, self.fast = least, fast
+        self.least, self.fast, self.decodes = least, fast, decodes and site.kind.several
         self.least_written = max(least, EFFORT.least_update_bytes) if self.kind.in_blocks else least
         self.taken: set[fx.Node] = set()
         self.memory: MemoryModel = build_memory(self.graph)
@@ -146,7 +149,8 @@ class Finder:
         if self.fast and self.kind.several:
             members = self._with_siblings(members)
         least = self.least_written if in_place.writers(members) else self.least
-        return members if self._spared(members) >= least else []
+        decodes = self.decodes and Kind.SLOPE in ops.rule(root.target).kinds.values()
+        return members if decodes or self._spared(members) >= least else []
 
     def _spared(self, members: Sequence[fx.Node]) -> Bytes:
         """Bytes of the largest value that goes less often through memory: one inside, or one written more than once."""

@@ -19,6 +19,7 @@ once:
     offers.py       what codecs can do for it, as further columns of the same problem
     search.py       asks the solver for one peak after another, and judges its answers in a graph with their codecs
     compress.py     writes codecs into the graph; apply.py codecs and reruns, as decided
+    kernels.py      lets kernels of a GPU decode: one of their own, or those that read the value
 """
 
 from __future__ import annotations

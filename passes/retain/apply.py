@@ -1,4 +1,4 @@
-"""Apply a decision of pass retain: gathers and codecs first, then the reruns, then the order of the solver, if any."""
+"""Apply a decision of pass retain: gathers and codecs, then reruns, the order of the solver, and decodes in kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from roamc.graph.memory import build_memory
 from roamc.graph.ranks import with_agreements
 from roamc.passes.retain.compress import Code, compress
 from roamc.passes.retain.decision import Decision
+from roamc.passes.retain.kernels import decoded_inside
 from roamc.passes.retain.problem import ALLOWED, able_in
 from roamc.rewriting.arrange import arrange
 from roamc.rewriting.gathers import gathered_once
@@ -42,8 +43,9 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     if decision.reruns:
         graph = rerun(graph, [Rerun(*again[:4]) for again in decision.reruns])
     graph = with_agreements(graph, [each.group for each in graph.same_plan])
-    changed = decision.sequence and (decision.codes or decision.reruns)
-    return arrange(graph, _completed(graph, decision.sequence)) if changed else graph
+    if decision.sequence and (decision.codes or decision.reruns):
+        graph = arrange(graph, _completed(graph, decision.sequence))
+    return decoded_inside(graph) if decision.codes else graph
 
 
 def _completed(graph: TrainGraph, sequence: Sequence[str]) -> list[str]:

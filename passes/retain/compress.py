@@ -43,6 +43,7 @@ from roamc.operators.schemas import name_of
 from roamc.passes.retain.codecs import Codec, Coding, shapes
 from roamc.passes.retain.codecs.projections import Products, projection_of, views_of
 from roamc.passes.retain.fits import Value, coding_of, late_readers, made_of, values
+from roamc.passes.retain.kernels import as_kernel
 from roamc.rewriting.versions import Versions
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
@@ -251,6 +252,7 @@ class _Writer(Versions):
             nodes, result = copy_into(self.graph.graph, self.mode, recorded, sources, f"{like.name}_{mark.role}")
         for node in nodes:
             node.name = self.names.fresh(f"{like.name}_{mark.role}")
+            as_kernel(node)
             self._note(node, like, mark, self.graph.phase[phase_of.name])
         return result
 

@@ -33,6 +33,7 @@ from roamc.passes.retain.compress import (
     recorded_stand_in,
 )
 from roamc.passes.retain.fits import Value, codings, late_readers, made_of, values
+from roamc.passes.retain.kernels import as_kernel
 from roamc.passes.retain.problem import Question, question
 from roamc.solvers.order.problem import reads, reusables, writes
 from roamc.solvers.retain import Extra, Offer, Part, Result
@@ -348,7 +349,10 @@ class _Small:
 
     def add(self, steps: fx.Graph, sources: Sequence[fx.Node]) -> fx.Node:
         """Add recorded operators that read ``sources``; return the node of the result."""
-        return copy_into(self.graph, self.mode, steps, sources, "coded")[1]
+        nodes, result = copy_into(self.graph, self.mode, steps, sources, "coded")
+        for node in nodes:
+            as_kernel(node)
+        return result
 
     def finished(self, threads: int) -> TrainGraph:
         """Return the graph, in which all is forward and nothing is handed out."""

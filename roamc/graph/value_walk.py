@@ -345,6 +345,7 @@ class Walk:
             each result).
         """
         walk, contents = Walk(self.numbers), iter(arguments)
+        walk._decoded, walk._erring, walk.lossy = self._decoded, self._erring, self.lossy
         walk.state = self.numbers.of("generator inside")  # no draw outside has it, so that none is repeated inside
         number, contents_made = -1, list[Number]()
         for node in body.nodes:
