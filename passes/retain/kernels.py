@@ -15,16 +15,20 @@ they take several launches. Codecs whose decodes are made of other operators sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
+from roamc import cost
+from roamc.cost import DeviceProfile
 from roamc.graph import TrainGraph, placeholders
 from roamc.graph.storage_ids import STORAGES, ids_of
 from roamc.operators import blocks, ops
 from roamc.operators.fused import REBUILDS, fuse
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.rewriting.versions import erase_dead, up_to_date
+from roamc.units import Seconds
 
 
 def as_kernel(node: fx.Node) -> None:
@@ -52,10 +56,35 @@ def decoded_inside(graph: TrainGraph) -> TrainGraph:
         return graph
     idle = {node.name for node in graph.graph.nodes if not node.users}
     for node in decodes:
-        for reader, (group, read) in _groups_with(node).items():
+        for reader, (group, read) in _groups_with(node, node, _readers(node)).items():
             reader.target, reader.args = group, read
     erase_dead(graph.graph, {*graph.gradients, *idle})
     return up_to_date(graph, graph.phase)
+
+
+def prices(graph: TrainGraph, profile: DeviceProfile) -> dict[str, Seconds]:
+    """Return node name to predicted seconds; of a decode that groups take in, by how much that makes them longer."""
+    decodes = [node for node in graph.graph.nodes if _is_decode(node)]
+    inside = {node.name: seconds_inside(node, node, _readers(node), profile) for node in decodes}
+    return cost.prices(graph, profile) | {name: added for name, added in inside.items() if added is not None}
+
+
+def seconds_inside(
+    decode: fx.Node, value: fx.Node, readers: Iterable[fx.Node], profile: DeviceProfile
+) -> Seconds | None:
+    """Return by how many seconds groups are longer that decode for themselves; None if some reader cannot.
+
+    Args:
+        decode: a node, in this graph or another.
+        value: what the readers read now; it would be what ``decode`` makes.
+        readers: operators that read ``value``.
+        profile: the device profile that predicts the time of groups.
+    """
+    groups = _groups_with(decode, value, readers) if _is_decode(decode) else {}
+    if not groups:
+        return None
+    pairs = [(group, _group_of(reader)) for reader, (group, _) in groups.items()]
+    return math.fsum(cost.group_seconds(one, profile) - cost.group_seconds(old, profile) for one, old in pairs)
 
 
 def _is_decode(node: fx.Node) -> bool:
@@ -77,13 +106,13 @@ _Group = tuple[FusedKernel, tuple[fx.Node, ...]]
 """A group, and the nodes that it reads."""
 
 
-def _groups_with(decode: fx.Node) -> Mapping[fx.Node, _Group]:
-    """Each reader of a decoded value to its group with the decode inside; empty if some reader can have none."""
+def _groups_with(decode: fx.Node, value: fx.Node, readers: Iterable[fx.Node]) -> Mapping[fx.Node, _Group]:
+    """Each reader of ``value`` to its group with ``decode`` in that place; empty if some reader can have none."""
     groups: dict[fx.Node, _Group] = {}
-    for reader in dict.fromkeys(_readers(decode)):
+    for reader in dict.fromkeys(readers):
         if not isinstance(reader.target, FusedKernel) or reader.target.writes:
             return {}
-        group, read = _joined(decode, reader)
+        group, read = _joined(decode, value, reader)
         members = [node for node in group.body.nodes if node.op == "call_function"]
         if FusedKernel.misfit(members, group.matrix, 1):
             return {}
@@ -91,13 +120,13 @@ def _groups_with(decode: fx.Node) -> Mapping[fx.Node, _Group]:
     return groups
 
 
-def _joined(decode: fx.Node, reader: fx.Node) -> _Group:
-    """The group of ``reader`` with the members of ``decode`` in front of its own."""
+def _joined(decode: fx.Node, value: fx.Node, reader: fx.Node) -> _Group:
+    """The group of ``reader`` with the members of ``decode``, which make what it reads of ``value``, in front."""
     group, inner, body = _group_of(reader), _group_of(decode), fx.Graph()
     outer: dict[fx.Node, fx.Node] = {}
     both = *_arguments(reader), *_arguments(decode)
     for argument, place in both:
-        if blocks.base_of(argument) is not decode and argument not in outer:
+        if blocks.value_of(argument) is not value and argument not in outer:
             outer[argument] = body.placeholder(place.name)
             outer[argument].meta = dict(place.meta)
     values = {place: outer[argument] for argument, place in both if argument in outer}
@@ -107,7 +136,7 @@ def _joined(decode: fx.Node, reader: fx.Node) -> _Group:
     decoded = values[inner.results[0]]
     decoded.meta |= {STORAGES: ids_of(inside[0][1]), REBUILDS: decode.name}
     for argument, place in inside:
-        values[place] = _viewed(argument, decode, decoded)
+        values[place] = _viewed(argument, value, decoded)
     for node in group.body.nodes:
         if node.op == "call_function":
             values[node] = body.node_copy(node, values.__getitem__)
@@ -127,12 +156,12 @@ def _arguments(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     return list(zip(read, placeholders(_group_of(node).body), strict=True))
 
 
-def _viewed(argument: fx.Node, decode: fx.Node, decoded: fx.Node) -> fx.Node:
-    """The view of ``decoded``, a member of a group, that ``argument`` is of ``decode``."""
-    if argument is decode:
+def _viewed(argument: fx.Node, value: fx.Node, decoded: fx.Node) -> fx.Node:
+    """The view of ``decoded``, a member of a group, that ``argument`` is of ``value``."""
+    if argument is value:
         return decoded
     inner = argument.all_input_nodes[0]
-    base = _viewed(inner, decode, decoded)
+    base = _viewed(inner, value, decoded)
     view = decoded.graph.node_copy(argument, {inner: base}.__getitem__)
-    view.meta |= {STORAGES: ids_of(decoded)}
+    view.meta |= {STORAGES: ids_of(decoded) * len(ids_of(argument))}
     return view

@@ -33,7 +33,7 @@ from roamc.passes.retain.compress import (
     recorded_stand_in,
 )
 from roamc.passes.retain.fits import Value, codings, late_readers, made_of, values
-from roamc.passes.retain.kernels import as_kernel
+from roamc.passes.retain.kernels import as_kernel, seconds_inside
 from roamc.passes.retain.problem import Question, question
 from roamc.solvers.order.problem import reads, reusables, writes
 from roamc.solvers.retain import Extra, Offer, Part, Result
@@ -102,12 +102,14 @@ class _Rows:
     Attributes:
         encode: operators that make the smaller form of the storage.
         decode: operators that make the storage again.
+        nodes: the nodes of ``decode``, in a small graph.
         nbytes: bytes of the smaller form.
         result: which of the buffers that both make is the storage again.
     """
 
     encode: tuple[_Row, ...]
     decode: tuple[_Row, ...]
+    nodes: tuple[fx.Node, ...]
     nbytes: int
     result: int
 
@@ -217,7 +219,10 @@ class _Offers:
         sources = [self._source(node) for node in (value.saved.node, *coding.beside(value.saved.node))]
         for row in rows.encode:
             yield _placed(row, Part.ENCODE, *self._behind(value, place), sources)
-        for row in rows.decode:
+        readers = [read.reader for read in value.saved.late]
+        for row, node in zip(rows.decode, rows.nodes, strict=True):
+            inside = seconds_inside(node, value.saved.node, readers, self.profile)
+            row = row if inside is None else dataclasses.replace(row, seconds=inside)
             yield _placed(row, Part.DECODE, front, place[0], sources)
 
     def _behind(self, value: Value, place: tuple[int, int]) -> tuple[int, int]:
@@ -305,6 +310,7 @@ class _Offers:
         return _Rows(
             encode=encode,
             decode=tuple(rows[len(encode) :]),
+            nodes=tuple(operator.node for operator in memory.operators[num_sources + len(encode) :]),
             nbytes=0 if code is None else memory.storage_of(code).nbytes,
             result=buffer[memory.storage_of(result).index] - num_sources,
         )

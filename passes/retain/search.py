@@ -10,13 +10,13 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from roamc import cost
 from roamc.budget import LIGHT
 from roamc.cost import DeviceProfile
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph, copied
 from roamc.graph.memory import build_memory
 from roamc.options import Options
+from roamc.passes.retain import kernels
 from roamc.passes.retain.compress import compress
 from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.offers import may_cost_more, offered
@@ -164,7 +164,7 @@ class Choice:
             names = operator_names(graph, build_memory(graph))
             sequence = self.search.encoded(taken).problem.sequence.tolist()
             order = [names[op] for op in sequence if names[op] != HANDOVER]
-            prices = cost.prices(graph, self._profile)
+            prices = kernels.prices(graph, self._profile)
             self._written[taken] = question(graph, self.options, order, prices, self.allowed, as_given=True)
         return self._written[taken]
 

@@ -1,6 +1,6 @@
 """Seconds of a node on a device: a roofline by kind of operator (Williams, Waterman and Patterson 2009).
 
-    seconds = overhead + max(FLOPs / rate, bytes / bandwidth, elements / rate)        seconds()
+    seconds = launches overhead + max(FLOPs / rate, bytes / bandwidth, elements / rate)        seconds()
 
     seconds = launches overhead + max(the same, seconds of the ring)                  a collective with its products
 
@@ -65,13 +65,17 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
         return profile.overhead
     if isinstance(node.target, Fused):
         return group_seconds(node.target, profile)
-    moved = _move_seconds(traffic(node).total, profile)
+    count, moved = 1, _move_seconds(traffic(node).total, profile)
+    launches, result = ops.rule(node.target).cost.launches, next(tensors_in(node.meta.get("val")), None)
+    if launches is not None and result is not None and result.device.type != "cpu":
+        count, nbytes = launches(call_of(node), result)
+        moved = _move_seconds(nbytes, profile)
     if kind == COLLECTIVE and (sent := collective_seconds(node, profile)) is not None:
         return sent
     if kind in (COLLECTIVE, UNKNOWN):
         return profile.overhead + UNKNOWN_PASSES * moved
     if kind not in PRODUCTS:
-        return profile.overhead + max(moved, _per(elements(node), profile.elements, kind, node))
+        return profile.overhead * count + max(moved, _per(elements(node), profile.elements, kind, node))
     rated = kind if kind in profile.flops else ONEDNN.get(kind, kind)
     products = _per(flops(node), profile.flops, rated, node)
     if node.target in PRODUCTS_SENT:

@@ -44,6 +44,9 @@ PIECES = {"cpu": 1 << 16, "cuda": 1 << 24}
 TAKEN: dict[torch.dtype, Bytes] = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 16}
 """Dtype to the bytes taken for each of these elements: for the number of its entry, or for r, a cell and its line."""
 
+LAUNCHES: dict[int, tuple[int, Bytes]] = {2: (6, 47), 4: (14, 145)}
+"""Bytes of an element to the kernels of torch that a piece takes, and the bytes that these move for an element."""
+
 SHIFT = 15
 """Bits of a float32 that do not tell its cell: 8 bits of the fraction do, and the exponent."""
 
@@ -139,6 +142,14 @@ def write_activation_input(result: Tensor, right: Tensor, function: str, *, out:
 def piece_elements(result: Tensor) -> int:
     """Return how many elements of ``result`` are worked through at a time."""
     return max(1, min(PIECES[result.device.type], -(-result.numel() // PARTS)))
+
+
+def launches(result: Tensor) -> tuple[int, Bytes]:
+    """Return how many kernels :func:`write_activation_input` launches for ``result``, and the bytes that they move."""
+    part, size = -(-result.numel() // PARTS), piece_elements(result)
+    parts = [min(part, result.numel() - begin) for begin in range(0, result.numel(), max(1, part))]
+    count, nbytes = LAUNCHES[result.itemsize]
+    return count * sum(-(-each // size) for each in parts), nbytes * result.numel()
 
 
 def _look_up(y: Tensor, right: Tensor, bit: int, function: str, size: int, *, out: Tensor) -> None:

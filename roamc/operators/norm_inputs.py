@@ -27,8 +27,8 @@ from roamc.units import Bytes
 MOST = 2.0**-6
 """The largest error that an input may have by its output's rounding, in units of 1 / rstd of its row."""
 
-PIECE = 1 << 16
-"""Elements that are worked through at a time, as far as these are whole rows."""
+PIECES = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Type of a device to the elements that are worked through at a time, as far as these are whole rows."""
 
 WIDE = (torch.float32, torch.float64)
 """Dtypes that are worked through in place; others in float32."""
@@ -119,7 +119,25 @@ def write_norm_input(
 
 def piece_elements(result: Tensor, columns: int) -> int:
     """Return how many elements of ``result``, whose rows have ``columns``, are worked through at a time."""
-    return min(max(1, PIECE // columns), max(1, result.numel() // columns)) * columns
+    return min(max(1, PIECES[result.device.type] // columns), max(1, result.numel() // columns)) * columns
+
+
+def launches(kept: Tensor, result: Tensor, columns: int, *, biased: bool, centered: bool) -> tuple[int, Bytes]:
+    """Return how many kernels :func:`write_norm_input` launches, and the bytes that they move.
+
+    Args:
+        kept: as there.
+        result: likewise; its rows have ``columns``.
+        columns: of a row.
+        biased: whether the norm has a bias.
+        centered: whether it subtracts a mean.
+    """
+    wide = result.dtype in WIDE
+    inside, outside = result.itemsize if wide else BYTES_OF_AN_ELEMENT, result.itemsize
+    steps, copies = 2 + biased + centered, 1 if wide else 2
+    pieces = -(-result.numel() // piece_elements(result, columns)) if result.numel() else 0
+    each = 2 * inside * steps + (inside + outside) * copies
+    return pieces * (steps + copies) + 1, each * result.numel() + 2 * kept.numel() * outside
 
 
 @torch.library.impl(LIBRARY, "lost_columns", "CompositeExplicitAutograd")

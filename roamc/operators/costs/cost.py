@@ -19,6 +19,9 @@ FlopFormula = Callable[..., int]
 Workspace = Callable[[Call, torch.Tensor], Bytes]
 """From a call and its first fake result to the bytes beside its arguments and results while it runs."""
 
+Launches = Callable[[Call, torch.Tensor], tuple[int, Bytes]]
+"""From a call and its first fake result to a number of kernels, and the bytes that they move together."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -48,6 +51,8 @@ class Cost:
         single_workspace: replaces ``workspace`` where torch computes with one thread; None if they agree.
         thread_workspace: formula for what each of torch's threads takes beside ``workspace``; None for nothing.
         eager_workspace: the same for eager PyTorch, where a kernel of roamc takes another amount; None if they agree.
+        launches: formula for the kernels that it launches on a device that is no CPU, one behind the other, and for
+            the bytes that all of them move; None for one kernel, which moves arguments and results.
         buffers: formula for tensors that it makes for itself on a device that is no CPU; None for none that are known.
     """
 
@@ -68,4 +73,5 @@ class Cost:
     single_workspace: Workspace | None = None
     thread_workspace: Workspace | None = None
     eager_workspace: Workspace | None = None
+    launches: Launches | None = None
     buffers: Workspace | None = None

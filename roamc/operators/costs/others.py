@@ -55,6 +55,13 @@ def activation_inputs(call: Call, result: torch.Tensor) -> Bytes:
     return moved + activations.TAKEN[result.dtype] * activations.piece_elements(result)
 
 
+def launches_of_activation_inputs(call: Call, result: torch.Tensor) -> tuple[int, Bytes]:
+    """Kernels, and bytes that they move, of ``activation_input`` on a GPU, where it is in no group."""
+    count, nbytes = activations.launches(result)
+    moved = 0 if tensor_at(call, 0).stride() == result.stride() else 2 * result.numel() * result.itemsize
+    return count + (moved > 0), nbytes + moved
+
+
 def piece_of_a_projection(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``projection``, on every device."""
     rows, columns, basis = call.args[3:6]
@@ -69,6 +76,12 @@ def draws_of_a_projection(call: Call, result: torch.Tensor) -> int:
 def columns_of_norms(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``lost_columns``, on every device."""
     return norm_inputs.BYTES_OF_A_COLUMN * tensor_at(call, 0).numel()
+
+
+def launches_of_norm_inputs(call: Call, result: torch.Tensor) -> tuple[int, Bytes]:
+    """Kernels, and bytes that they move, of ``norm_input`` on a GPU."""
+    columns, biased, centered = tensor_at(call, 4).numel(), call.args[5] is not None, call.args[2] is not None
+    return norm_inputs.launches(tensor_at(call, 0), result, columns, biased=biased, centered=centered)
 
 
 def norm_inputs_of(call: Call, result: torch.Tensor) -> Bytes:

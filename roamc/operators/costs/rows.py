@@ -149,9 +149,19 @@ ROWS: dict[str, Cost] = {
     "reflection_pad2d_backward": Cost(like_first=True),
     "im2col": Cost("strided", read_as={0: plain}, eager_workspace=others.first_again),
     "roamc::counter_mask": Cost("pointwise", workspace=others.piece_of_a_mask, eager_workspace=others.piece_of_a_mask),
-    "roamc::activation_input": Cost("tanh", workspace=others.activation_inputs, buffers=others.activation_inputs),
+    "roamc::activation_input": Cost(
+        "tanh",
+        workspace=others.activation_inputs,
+        launches=others.launches_of_activation_inputs,
+        buffers=others.activation_inputs,
+    ),
     "roamc::lost_columns": Cost("pointwise", workspace=others.columns_of_norms, buffers=others.columns_of_norms),
-    "roamc::norm_input": Cost("pointwise", workspace=others.norm_inputs_of, buffers=others.norm_inputs_of),
+    "roamc::norm_input": Cost(
+        "pointwise",
+        workspace=others.norm_inputs_of,
+        launches=others.launches_of_norm_inputs,
+        buffers=others.norm_inputs_of,
+    ),
     "roamc::count": Cost("pointwise", any_dtypes=True),
     "roamc::projection": Cost(
         "random",

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from roamc import cost
 from roamc.codegen.group_judge import check_group
 from roamc.frontends.workload import Workload, capture
-from roamc.graph import TrainGraph, value_flow, verify
+from roamc.graph import TrainGraph, copied, value_flow, verify
 from roamc.graph.lifetimes import live_bytes
 from roamc.graph.memory import build_memory
 from roamc.graph.value_numbers import Numbers
@@ -20,6 +21,8 @@ from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.options import parse_options
 from roamc.passes import fuse
 from roamc.passes.retain import Decision, apply
+from roamc.passes.retain.offers import offered
+from roamc.passes.retain.problem import question
 from tests.graphs import clones, run_real
 from tests.kernel_groups import use_kernels
 from tests.passes.retain.test_compress import cleaned, squares
@@ -114,3 +117,19 @@ def test_bits_that_do_not_fill_bytes_stay_operators() -> None:
     after = encoded(graph, fitting(graph))
     assert not decoding(after)
     assert [node.name for node in after.graph.nodes if node.target is activation_input] == ["addmm_decode_1"]
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_a_decode_costs_what_runs(numerics: str) -> None:
+    """In a group the bytes of the code and a look-up, alone a kernel that writes the value."""
+    profile = cost.load_profile(torch.device("cuda"), "h100")
+    graph = gpu_graph(mlps().bfloat16(), tokens().bfloat16())
+    graph = fast(graph) if numerics == "fast" else graph
+    storages = fitting(graph)
+    before, after = cost.prices(graph, profile), encoded(copied(graph), storages)
+    asked = question(graph, parse_options({}), [op.node.name for op in build_memory(graph).operators], before, "all")
+    offers = offered(asked, parse_options({"codecs": "tempo"}), profile)
+    added = {code.storage: offer.seconds for code, offer in offers if code.codec == "tempo"}
+    runs = cost.prices(after, profile)
+    assert sum(added[storage] for storage in storages) == pytest.approx(sum(runs.values()) - sum(before.values()))
+    assert all(len(group.nodes) > 1 for group in decoding(after)) is (numerics == "fast")
