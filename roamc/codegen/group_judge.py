@@ -218,7 +218,7 @@ def key_of(group: Fused, threads: int, places: Sequence[Place], outs: Sequence[P
     )
     text: Any = group.text
     constants = tuple((name, type(value), repr(value)) for name, value in text.constants.items())
-    counted = text.bytes_per_row if isinstance(text, Text) else (text.programs, text.warps, text.partials)
+    counted = text.bytes_per_row if isinstance(text, Text) else (text.programs, text.warps, text.partials, text.tables)
     by_name = {node.name: at for at, node in enumerate(group.body.nodes)}
     several = text.members if isinstance(text, MultiTensorText) else ()
     parts = tuple(tuple(by_name.get(name, -1) for name in names) for names in several)

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from roamc.codegen.group_judge import check_group, check_groups
+from roamc.codegen.group_judge import check_group, check_groups, key_of
 from roamc.codegen.group_verdicts import Place, Verdict
 from roamc.compat import FakeTensorMode
 from roamc.errors import VerifyError
+from roamc.operators.activations import Table
 from roamc.operators.fused import fuse
 from roamc.operators.gpu import kernel, operands, shifts
 from roamc.operators.gpu.fused_kernel import FusedKernel
@@ -377,6 +378,15 @@ def test_an_operand_that_is_read_behind_the_store_is_refused() -> None:
     assert Verdict.OVERWRITTEN.value in verdict_of(
         planted(group_of(run, *inputs), r"(    tl\.store.*\n)", again), over=0
     )
+
+
+def test_another_table_is_refused() -> None:
+    run, inputs = GROUPS["decode"]
+    group = group_of(run, *inputs)
+    right = key_of(group, 1, [], [])
+    group.__dict__["text"] = dataclasses.replace(group.text, tables=(Table("silu", HALF),))
+    assert Verdict.NUMBERS.value in verdict_of(group)
+    assert key_of(group, 1, [], []) != right
 
 
 def test_groups_of_a_graph_are_judged() -> None:
