@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from roamc import cost
 from roamc.codegen.group_judge import check_group
+from roamc.codegen.judge import check_program
+from roamc.codegen.source import emit
 from roamc.frontends.workload import Workload, capture
 from roamc.graph import TrainGraph, copied, value_flow, verify
 from roamc.graph.lifetimes import live_bytes
@@ -23,6 +25,7 @@ from roamc.passes import fuse
 from roamc.passes.retain import Decision, apply
 from roamc.passes.retain.offers import offered
 from roamc.passes.retain.problem import question
+from roamc.planning import search
 from tests.graphs import clones, run_real
 from tests.kernel_groups import use_kernels
 from tests.passes.retain.test_compress import cleaned, squares
@@ -133,3 +136,18 @@ def test_a_decode_costs_what_runs(numerics: str) -> None:
     runs = cost.prices(after, profile)
     assert sum(added[storage] for storage in storages) == pytest.approx(sum(runs.values()) - sum(before.values()))
     assert all(len(group.nodes) > 1 for group in decoding(after)) is (numerics == "fast")
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_plans_for_a_gpu_decode_in_kernels(numerics: str) -> None:
+    """The program is judged, and the plan makes the same program again."""
+    settings = {"memory_budget": "light", "codecs": "tempo", "numerics": numerics, "profile": "h100"}
+    options, model, x = parse_options(settings), mlps().bfloat16(), tokens(16).bfloat16()
+    found = search.run(gpu_graph(model, x), options)
+    encoded_by = [code[1] for code in found.plan.decisions["retain"]["codes"]]
+    assert encoded_by.count("tempo") == len(decoding(found.graph)) > 0
+    assert {len(group.nodes) > 1 for group in decoding(found.graph)} == {numerics == "fast"}
+    program = emit(found.graph)
+    check_program(found.graph, program)
+    again = search.run(gpu_graph(model, x), options, plan=found.plan)
+    assert emit(again.graph).source == program.source
