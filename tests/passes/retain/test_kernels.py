@@ -29,7 +29,7 @@ from roamc.planning import search
 from tests.graphs import clones, run_real
 from tests.kernel_groups import use_kernels
 from tests.passes.retain.test_compress import cleaned, squares
-from tests.passes.retain.test_tempo import CLOSE, FUNCTIONS, compare, fitting, mlps, tokens
+from tests.passes.retain.test_tempo import CLOSE, FITS, FUNCTIONS, compare, fitting, mlps, tokens
 
 
 def encoded(graph: TrainGraph, storages: list[str]) -> TrainGraph:
@@ -75,6 +75,29 @@ def test_groups_decode_what_they_read(
     got, measured = run_real(after, again)
     compare([*got, *again], [*expected, *before], CLOSE[dtype])
     assert measured == live_bytes(build_memory(after)).tolist()
+
+
+def test_each_reader_decodes_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernels(monkeypatch)
+    graph, inputs = cleaned(nn.Linear(8, 8), (torch.randn(6, 8),), FITS["twice"], "step")
+    before, again = clones(inputs), clones(inputs)
+    flow = value_flow.read(graph, Numbers())
+    grouped = fast(graph)
+    expected, _ = run_real(grouped, before)
+    after = encoded(grouped, fitting(grouped))
+    value_flow.check(after, flow, "retain", ["tempo"], fast=True)
+    members = [[member.operator for member in group.members] for group in decoding(after)]
+    assert sum(each.count("aten.gelu_backward.default") for each in members) == 2
+    assert all("aten.gelu_backward.default" in each for each in members)
+    got, _ = run_real(after, again)
+    compare([*got, *again], [*expected, *before], 1e-5)
+
+
+def test_one_reader_in_no_group_keeps_the_kernel_that_decodes() -> None:
+    """Where codecs are not named when groups are chosen, a slope that joins nothing is none."""
+    graph = gpu_graph(mlps().bfloat16(), tokens().bfloat16())
+    graph = fuse.apply(graph, fuse.decide(graph, parse_options({"numerics": "fast", "profile": "h100"})))
+    assert sorted(len(group.nodes) for group in decoding(encoded(graph, fitting(graph)))) == [1, 3, 3]
 
 
 def test_the_judge_sees_what_a_codec_does_not_serve_inside_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
