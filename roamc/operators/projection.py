@@ -41,11 +41,13 @@ COMPACT = "compact"
 
 PIECE, PIECE_ON_A_GPU = 1 << 16, 1 << 20
 """Elements that are made at a time, multiples of :data:`NUMBERS`. A piece stays in a CPU's cache; on a GPU it is to be
-longer than the launches of its hundred operators."""
+longer than the launches of its operators."""
 
-DRAWS, DRAWS_ON_A_GPU = {"gaussian": 2, "orthonormal": 1}, {"gaussian": 60, "orthonormal": 20}
-"""Basis to how many numbers are drawn in the time of an element: measured on a CPU; on a GPU, the bytes of all that is
-made on the way to an element over those of a draw."""
+DRAWS = {"gaussian": 2, "orthonormal": 1}
+"""Basis to how many numbers a CPU draws in the time of an element, as measured."""
+
+LAUNCHES: dict[str, tuple[int, int, Bytes]] = {"gaussian": (1, 178, 319), "orthonormal": (190, 16, 300)}
+"""Basis to the kernels of torch that all of it and that a piece take, and the bytes that are moved for an element."""
 
 NUMBERS = 2 * WORDS
 """Numbers of 16 bits that one run of Philox gives."""
@@ -143,9 +145,10 @@ def piece_bytes(n: int, r: int, basis: str, device: torch.device) -> Bytes:
     return (max(spread, BYTES_OF_A_CHOICE * n) if r < n else 0) + A_FEW
 
 
-def draws(basis: str, device: torch.device) -> int:
-    """Return how many numbers ``device`` draws in the time in which it makes an element of a projection."""
-    return (DRAWS if device.type == "cpu" else DRAWS_ON_A_GPU)[basis]
+def launches(result: Tensor, basis: str) -> tuple[int, Bytes]:
+    """Return how many kernels :func:`write_projection` launches on a GPU for ``result``, and the bytes they move."""
+    once, count, nbytes = LAUNCHES[basis]
+    return once + count * -(-result.numel() // _piece(result.device)), nbytes * result.numel()
 
 
 def _piece(device: torch.device) -> int:

@@ -17,6 +17,7 @@ from roamc.graph.storage_ids import number
 from roamc.operators import activations, norm_inputs, ops
 from roamc.operators.activations import activation_input, table_of
 from roamc.operators.norm_inputs import norm_input
+from roamc.operators.projection import projection, quantiles, write_projection
 from tests.operator_calls import node_of_call
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,6 +86,17 @@ def test_inputs_of_norms(dtype: torch.dtype, kind: str, monkeypatch: pytest.Monk
     args = kept, torch.randn(rows, columns).to(dtype), mean if kind != "rms" else None, rstd, weight
     args = *args, bias if kind == "layer" else None, lost
     agrees(counted(norm_input, args, []), priced(norm_input, args))
+
+
+@pytest.mark.parametrize("n", [256, 1024])
+def test_projections(n: int) -> None:
+    numbers = 1.0, 0, 0, n, 256, "gaussian"
+    with Launched([quantiles(torch.device("cpu"))]) as launched:
+        write_projection(*numbers, out=torch.empty(n, 256))
+    call: Any = node_of_call(projection, (numbers, {"dtype": torch.float32, "device": torch.device("cpu")}))
+    count = ops.rule(projection).cost.launches
+    assert count is not None
+    agrees((launched.count, launched.nbytes), count(call, call.meta["val"]))
 
 
 def test_a_gpu_waits_for_every_launch() -> None:

@@ -8,12 +8,11 @@ from math import prod
 
 import torch
 
-from roamc.operators import activations, norm_inputs
+from roamc.operators import activations, norm_inputs, projection
 from roamc.operators.call import Call, broadcast_elements, rows_of, tensor_at
 from roamc.operators.costs.arguments import INLINE_DIMS, is_half
 from roamc.operators.counter import PIECE, PIECE_BYTES
 from roamc.operators.kernels import piece_elements
-from roamc.operators.projection import draws, piece_bytes
 from roamc.operators.scores import BYTES_OF_A_LABEL
 from roamc.units import Bytes
 
@@ -65,12 +64,17 @@ def launches_of_activation_inputs(call: Call, result: torch.Tensor) -> tuple[int
 def piece_of_a_projection(call: Call, result: torch.Tensor) -> Bytes:
     """Workspace of ``projection``, on every device."""
     rows, columns, basis = call.args[3:6]
-    return piece_bytes(rows, columns, basis, result.device)
+    return projection.piece_bytes(rows, columns, basis, result.device)
 
 
 def draws_of_a_projection(call: Call, result: torch.Tensor) -> int:
     """What ``projection`` works through, in numbers that are drawn."""
-    return draws(call.args[5], result.device) * result.numel()
+    return projection.DRAWS[call.args[5]] * result.numel()
+
+
+def launches_of_a_projection(call: Call, result: torch.Tensor) -> tuple[int, Bytes]:
+    """Kernels, and bytes that they move, of ``projection`` on a GPU."""
+    return projection.launches(result, call.args[5])
 
 
 def columns_of_norms(call: Call, result: torch.Tensor) -> Bytes:

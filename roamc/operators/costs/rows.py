@@ -166,6 +166,7 @@ ROWS: dict[str, Cost] = {
     "roamc::projection": Cost(
         "random",
         elements=others.draws_of_a_projection,
+        launches=others.launches_of_a_projection,
         workspace=others.piece_of_a_projection,
         buffers=others.piece_of_a_projection,
     ),

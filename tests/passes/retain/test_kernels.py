@@ -166,11 +166,11 @@ def test_plans_for_a_gpu_decode_in_kernels(numerics: str) -> None:
     """The program is judged, and the plan makes the same program again."""
     settings = {"memory_budget": "light", "codecs": "tempo", "numerics": numerics, "profile": "h100"}
     options, model, x = parse_options(settings), mlps().bfloat16(), tokens(16).bfloat16()
-    found = search.run(gpu_graph(model, x), options)
-    encoded_by = [code[1] for code in found.plan.decisions["retain"]["codes"]]
-    assert encoded_by.count("tempo") == len(decoding(found.graph)) > 0
-    assert {len(group.nodes) > 1 for group in decoding(found.graph)} == {numerics == "fast"}
-    program = emit(found.graph)
-    check_program(found.graph, program)
-    again = search.run(gpu_graph(model, x), options, plan=found.plan)
+    planned = search.run(gpu_graph(model, x), options)
+    encoded_by = [code[1] for code in planned.plan.decisions["retain"]["codes"]]
+    assert encoded_by.count("tempo") == len(decoding(planned.graph)) > 0
+    assert {len(group.nodes) > 1 for group in decoding(planned.graph)} == {numerics == "fast"}
+    program = emit(planned.graph)
+    check_program(planned.graph, program)
+    again = search.run(gpu_graph(model, x), options, plan=planned.plan)
     assert emit(again.graph).source == program.source
