@@ -45,7 +45,7 @@ def _note(name: str, used: list[Encoding], fits: int | None) -> str:
     if fits == 0:
         return f"codec {name} is not used: it makes no value that waits for backward smaller"
     of = "" if fits is None else f" of {fits}"
-    rest = "; the others are kept or made again" if fits is not None and fits > len(used) else ""
+    rest = "; the rest are kept or made again" if fits is not None and fits > len(used) else ""
     values = "value" if (len(used) if fits is None else fits) == 1 else "values"
     return f"codec {name}: {len(used)}{of} {values}" + "".join(f", {part}" for part in _errors(used)) + rest
 

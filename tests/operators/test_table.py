@@ -128,6 +128,7 @@ SUBJECTS = {
     "roamc/compat_aot.py": "the backward of batch norm",
     "roamc/codegen/triton_stand_in.py": "sums and maxima of Triton",
     "roamc/graph/fingerprint.py": "parts of which each rank takes its own",
+    "roamc/graph/reader_kinds.py": "products that make gradients of weights",
     "roamc/graph/same_values.py": "dropout, batch norm, losses and clone, for the judge",
     "roamc/runtime/fallback.py": "as_strided",
     "passes/masks.py": "dropout",

@@ -80,7 +80,7 @@ def test_the_plan_names_codecs_with_an_error(light: Planned) -> None:
     [
         ({"codecs": "tempo"}, "codec tempo is not used: all values wait as they are"),
         ({"codecs": "tempo", "disable": "retain"}, None),
-        ({"memory_budget": "light", "codecs": "compact:rank=64"}, "codec compact:rank=64 is not used: it fits no"),
+        ({"memory_budget": "light", "codecs": "compact:rank=64"}, "codec compact:rank=64 is not used: it makes no"),
         ({"memory_budget": "light"}, None),
     ],
     ids=str,
@@ -94,7 +94,7 @@ def test_a_codec_that_is_not_used_is_named(options: dict[str, Any], says: str | 
 def test_offers_that_are_not_taken_are_counted() -> None:
     graph = captured_step(mlps(keep=False), (tokens(),), squares).graph
     plan = search.run(graph, search.options_of({"memory_budget": "light", "codecs": "tempo"})).plan
-    assert "codec tempo: 0 of 5 values; to keep the others or run them again takes no more time" in plan.notes
+    assert "codec tempo: 0 of 5 values; the rest are kept or made again" in plan.notes
     assert "offered" not in plan.decisions["retain"]
 
 
