@@ -39,7 +39,7 @@ def short() -> str:
         summary.kept(_rows_of("kept")),
         _saving(order),
         summary.rivals(_rows_of("retain_rivals")),
-        seeds_table.programs(_rows_of("seeds")),
+        seeds_table.short(_rows_of("seeds")),
     ]
     return "\n".join("\n".join((*part, "")) for part in parts if part).rstrip()
 
