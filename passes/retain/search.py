@@ -95,7 +95,12 @@ class Choice:
         self._written: dict[tuple[int, ...], Question] = {(): plain}
 
     def decide(
-        self, target: Bytes, *, together: bool = False, simulations: int = solver.EFFORT.simulations
+        self,
+        target: Bytes,
+        *,
+        together: bool = False,
+        simulations: int = solver.EFFORT.simulations,
+        first: bool = False,
     ) -> Decision:
         """Choose reruns and codecs so that no step has more than ``target`` live bytes, at the least added time.
 
@@ -105,6 +110,7 @@ class Choice:
                 calls; without ``together`` it depends on earlier calls only by the codecs that won last, until
                 :meth:`forget` is called.
             simulations: work limit for each set of codecs, in simulations of the whole schedule.
+            first: leave out what :func:`roamc.passes.retain.offers.may_cost_more`.
 
         Returns:
             The decision. If none within ``target`` is found, the one with the lowest peak, status ``"infeasible"``.
@@ -112,7 +118,8 @@ class Choice:
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
-        return self._decision(self.search.solve(target, together=together, simulations=simulations), target)
+        solution = self.search.solve(target, together=together, simulations=simulations, first=first)
+        return self._decision(solution, target)
 
     def forget(self) -> None:
         """Forget which codecs won last, so that the next call tries all sets even if its target is nearly the same.

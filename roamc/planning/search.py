@@ -221,14 +221,16 @@ class PlanSearch:
         if not self.counted(planned.plan).adds_at_most(share):
             planned = self._first(Terms(LARGEST, terms.allowed))
         needed, most = planned.plan.needed_bytes, share * planned.plan.step_seconds
-        attempt = self._attempts(Terms(needed, terms.allowed), choice)
-        for tried in budget_search.within(attempt, needed, most, effort):
-            if tried.asked_bytes + cost.objects(tried.asked_bytes) >= planned.plan.needed_bytes:
-                break  # this one and those behind it can hardly need less
-            lower = tried.planned
-            keeps = lower.plan.adds_at_most(share)  # overlap may differ
-            if keeps and lower.plan.needed_bytes < planned.plan.needed_bytes:
-                planned = lower
+        # With codecs that have an error the search goes other ways, at the end of which may stand more bytes.
+        for first in (False, True) if self.options.codecs else (False,):
+            attempt = self._attempts(Terms(needed, terms.allowed), choice, first=first)
+            for tried in budget_search.within(attempt, needed, most, effort):
+                if tried.asked_bytes + cost.objects(tried.asked_bytes) >= planned.plan.needed_bytes:
+                    break  # this one and those behind it can hardly need less
+                lower = tried.planned
+                keeps = lower.plan.adds_at_most(share)  # overlap may differ
+                if keeps and lower.plan.needed_bytes < planned.plan.needed_bytes:
+                    planned = lower
         lowest = planned.plan.needed_bytes
         least = choice.least_bytes(share * self._alone(terms.allowed), lowest, effort.aligned(lowest))
         plan = dataclasses.replace(planned.plan, budget_bytes=0, budget_added=share, least_bytes=least)
@@ -267,12 +269,12 @@ class PlanSearch:
                 plans += budget_search.search(first, self._least(terms), attempt, limit, effort)
         return plans
 
-    def _attempts(self, terms: Terms, choice: retain.Choice) -> Callable[[Bytes], _Attempt]:
+    def _attempts(self, terms: Terms, choice: retain.Choice, *, first: bool = False) -> Callable[[Bytes], _Attempt]:
         """Return a function that asks ``choice`` for a number of live bytes, whatever it was asked for before."""
         choice.forget()
 
         def attempt(target: Bytes) -> _Attempt:
-            decision = choice.decide(target)
+            decision = choice.decide(target, first=first)
             strained = decision.peak_bytes > target
             return _Attempt(decision.peak_bytes, strained, lambda: self._made(decision, terms), decision.added_seconds)
 

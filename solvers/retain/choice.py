@@ -65,16 +65,19 @@ class Choice:
         self._won: tuple[Bytes, Taken]
         self.forget()
 
-    def solve(self, budget: Bytes, *, together: bool = False, simulations: int | None = None) -> RetainSolution:
+    def solve(
+        self, budget: Bytes, *, together: bool = False, simulations: int | None = None, first: bool = False
+    ) -> RetainSolution:
         """Return reruns and offers that bring the peak of live bytes within `budget` and add few seconds.
 
         budget: bytes. Where nothing within it is found, the answer has the status INFEASIBLE and the lowest peak found.
         together: begin with solutions of earlier calls with `together`. The answer then depends on these calls; without
             it, it depends on earlier calls only by the offers that won last.
         simulations: work limit for each set of offers, in simulations of its schedule; None for `effort.simulations`.
+        first: ask those offers alone that are asked alone as well; the bound is that of all.
         """
         answers = [] if self._first is None else [self._first.solve(budget, together=together, simulations=simulations)]
-        if not answers or answers[0].rank(budget) > (False, 0.0, math.inf):
+        if not answers or (not first and answers[0].rank(budget) > (False, 0.0, math.inf)):
             answers.append(self._solve(budget, self._known if together else {}, simulations))
         best = min(answers, key=lambda one: one.rank(budget))
         return best if self._first is None else _bounded(best, budget, self.bounds.seconds(budget))
