@@ -25,6 +25,7 @@ from roamc.cost import load_profile, prices
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, copied, main_device, operators
 from roamc.graph.keep import is_kept
+from roamc.graph.reader_kinds import readers_of
 from roamc.graph.storage_ids import STORAGES, all_ids, id_of
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED, NAMESPACE
@@ -185,8 +186,9 @@ def _products(graph: TrainGraph, gather: fx.Node, written: _Written) -> Iterator
     """Yield the products that can run with ``gather``, in graph order; none if it is no all-gather of a matrix."""
     if gather.target is not ALL_GATHER or gather.kwargs or not _is_free(gather):
         return
-    readers = [user for user in _readers(gather) if _factors(user) is not None and _is_free(user)]
-    for product in sorted(readers, key=written.place.__getitem__):
+    readers = {reader for reader, _ in readers_of(gather)}
+    products = (reader for reader in readers if _factors(reader) is not None and _is_free(reader))
+    for product in sorted(products, key=written.place.__getitem__):
         bias, first, other = _factors(product)
         same_phase = graph.phase[product.name] is graph.phase[gather.name]
         if not same_phase or not isinstance(other, fx.Node) or not _is_as_it_was(first, gather):
@@ -287,17 +289,6 @@ def _views(node: Any) -> Iterator[fx.Node]:
     while isinstance(node, fx.Node) and node.op == "call_function" and ops.is_view(node.target):
         yield node
         node = node.args[0]
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the operators that read ``node`` or a view of it, each once."""
-    readers: dict[fx.Node, None] = {}
-    for user in node.users:
-        if ops.is_view(user.target):
-            readers.update(dict.fromkeys(_readers(user)))
-        else:
-            readers[user] = None
-    yield from readers
 
 
 class _Written:

@@ -40,6 +40,9 @@ __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload"] 
 without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
 """A context manager to use while a graph is traced: operators inside run on real tensors and do not enter the graph."""
 
+without_autocast: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._DisableAutocast
+"""A context manager: operators inside take and give the dtypes of their arguments, whatever autocast surrounds them."""
+
 DataDependentError = DataDependentOutputException
 DynamicShapeError = DynamicOutputShapeException
 
@@ -323,7 +326,7 @@ def _followed(function: Callable[..., Any], mode: FakeTensorMode) -> Callable[..
 def for_real() -> Iterator[None]:
     """Within this context, inside of a trace, operators of ATen run on real tensors and do not enter the graph."""
     with (
-        without_modes(), no_python_dispatcher(), torch.no_grad(), torch._C._DisableAutocast(),
+        without_modes(), no_python_dispatcher(), torch.no_grad(), without_autocast(),
         torch._C.DisableTorchFunction(),
     ):  # fmt: skip
         yield

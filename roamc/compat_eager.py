@@ -151,16 +151,3 @@ def changed_setting(before: Mapping[str, object]) -> str:
     """Return a setting that is another now than in ``before``, a result of :func:`kernel_settings`, in words; or ""."""
     changed = ((name, value) for name, value in kernel_settings().items() if value != before[name])
     return next((f"{name} from {before[name]!r} to {value!r}" for name, value in changed), "")
-
-
-@contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
-    """Operators take and give the dtypes of their arguments, whatever autocast surrounds them."""
-    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    for kind in enabled:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        for kind in enabled:
-            torch.set_autocast_enabled(kind, True)

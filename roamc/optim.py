@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roamc.compat import without_autocast
 from roamc.compat_dtensor import is_dtensor
-from roamc.compat_eager import without_autocast
 from roamc.errors import OptionError, nearest
 from roamc.operators.projection import BASES, columns_of, is_rank, projection
 

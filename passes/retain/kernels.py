@@ -16,13 +16,14 @@ they take several launches. Codecs whose decodes are made of other operators sta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
 from roamc import cost
 from roamc.cost import DeviceProfile
 from roamc.graph import TrainGraph, placeholders
+from roamc.graph.reader_kinds import readers_of
 from roamc.graph.storage_ids import STORAGES, ids_of
 from roamc.operators import blocks, ops
 from roamc.operators.fused import REBUILDS, fuse
@@ -56,7 +57,8 @@ def decoded_inside(graph: TrainGraph) -> TrainGraph:
         return graph
     idle = {node.name for node in graph.graph.nodes if not node.users}
     for node in decodes:
-        for reader, (group, read) in _groups_with(node, node, _readers(node)).items():
+        readers = (reader for reader, _ in readers_of(node))
+        for reader, (group, read) in _groups_with(node, node, readers).items():
             reader.target, reader.args = group, read
     erase_dead(graph.graph, {*graph.gradients, *idle})
     return up_to_date(graph, graph.phase)
@@ -65,7 +67,8 @@ def decoded_inside(graph: TrainGraph) -> TrainGraph:
 def prices(graph: TrainGraph, profile: DeviceProfile) -> dict[str, Seconds]:
     """Return node name to predicted seconds; of a decode that groups take in, by how much that makes them longer."""
     decodes = [node for node in graph.graph.nodes if _is_decode(node)]
-    inside = {node.name: seconds_inside(node, node, _readers(node), profile) for node in decodes}
+    readers = {node: [reader for reader, _ in readers_of(node)] for node in decodes}
+    inside = {node.name: seconds_inside(node, node, readers[node], profile) for node in decodes}
     return cost.prices(graph, profile) | {name: added for name, added in inside.items() if added is not None}
 
 
@@ -91,15 +94,6 @@ def _is_decode(node: fx.Node) -> bool:
     """Whether ``node`` is a kernel that decodes, and nothing else: see :func:`as_kernel`."""
     group = node.target
     return isinstance(group, FusedKernel) and len(group.nodes) == 1 and bool(ops.rule(group.nodes[0].target).bits)
-
-
-def _readers(value: fx.Node) -> Iterator[fx.Node]:
-    """Yield what reads ``value`` or a view of it, the output node of the graph included."""
-    for user in value.users:
-        if user.op == "call_function" and ops.is_view(user.target):
-            yield from _readers(user)
-        else:
-            yield user
 
 
 _Group = tuple[FusedKernel, tuple[fx.Node, ...]]

@@ -66,10 +66,11 @@ def seconds(node: fx.Node, profile: DeviceProfile) -> Seconds:
     if isinstance(node.target, Fused):
         return group_seconds(node.target, profile)
     count, moved = 1, _move_seconds(traffic(node).total, profile)
-    launches, result = ops.rule(node.target).cost.launches, next(tensors_in(node.meta.get("val")), None)
-    if launches is not None and result is not None and result.device.type != "cpu":
-        count, nbytes = launches(call_of(node), result)
-        moved = _move_seconds(nbytes, profile)
+    if launches := ops.rule(node.target).cost.launches:
+        result = next(tensors_in(node.meta["val"]))
+        if result.device.type != "cpu":
+            count, nbytes = launches(call_of(node), result)
+            moved = _move_seconds(nbytes, profile)
     if kind == COLLECTIVE and (sent := collective_seconds(node, profile)) is not None:
         return sent
     if kind in (COLLECTIVE, UNKNOWN):

@@ -74,7 +74,7 @@ class ReaderKinds:
 
     def _common(self, value: fx.Node) -> Kind:
         """The kind of all readers of ``value`` and of its views, in the graph or in a group; ANY if they differ."""
-        kinds = {self.of(reader, position_in(reader, argument)) for reader, argument in _readers(value)}
+        kinds = {self.of(reader, position_in(reader, argument)) for reader, argument in readers_of(value)}
         return kinds.pop() if len(kinds) == 1 else Kind.ANY
 
     def _updates_weights(self, product: fx.Node, results: Sequence[int]) -> bool:
@@ -154,10 +154,10 @@ def _carried(node: fx.Node) -> tuple[int, ...]:
     return carries if all(position_in(node, argument) in carries for argument in tensors) else ()
 
 
-def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield each reader of ``value`` or of a view of it, with the node that it reads."""
+def readers_of(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield each reader of ``value`` or of a view of it, the output node included, with the node that it reads."""
     for user in value.users:
         if user.op == "call_function" and ops.is_view(user.target):
-            yield from _readers(user)
+            yield from readers_of(user)
         else:
             yield user, value

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.compat import FakeTensorMode, fake_mode_of, with_bits
-from roamc.compat_eager import without_autocast
+from roamc.compat import FakeTensorMode, fake_mode_of, with_bits, without_autocast
 from roamc.graph import Phase, tensors_of
 from roamc.graph.storage_ids import number_result
 from roamc.operators.random import save_rng_state, state_bytes

@@ -176,7 +176,7 @@ def _normals(key: Tensor, first: int, count: int) -> Tensor:
 @functools.cache
 def quantiles(device: torch.device) -> Tensor:
     """Return the means of 2**16 equally probable parts of N(0, 1), float32, scaled so that their variance is 1."""
-    bounds = torch.special.ndtri(torch.arange((1 << 16) + 1, dtype=torch.float64) / (1 << 16))
+    bounds = torch.special.ndtri(torch.arange((1 << 16) + 1, dtype=torch.float64, device="cpu") / (1 << 16))
     density = torch.exp(bounds.square() / -2)
     means = density[:-1] - density[1:]
     means *= GRID / means.square().mean().sqrt()
