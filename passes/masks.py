@@ -28,6 +28,7 @@ from torch import fx
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, copied, main_device, operators
 from roamc.graph.keep import is_kept
+from roamc.graph.reader_kinds import readers_of
 from roamc.graph.rewrite import Writer, mode_of
 from roamc.operators import ops
 from roamc.operators.counter import WORDS, counter_mask, draw_seeds, own_seeds
@@ -218,13 +219,7 @@ def _prints(reader: fx.Node, dropout: fx.Node) -> bool:
         begun = begun.prev
     part: torch.Tensor = reader.meta["val"]
     whole = dropout.meta["val"][1].is_contiguous() and not part.numel() % WORDS
-    return whole and begun is dropout and all(printed(end.target) is not None for end in _ends(reader))
-
-
-def _ends(value: fx.Node) -> Iterator[fx.Node]:
-    """Yield the operators that read ``value``, or views of it."""
-    for user in value.users:
-        yield from _ends(user) if ops.is_view(user.target) else [user]
+    return whole and begun is dropout and all(printed(end.target) is not None for end, _ in readers_of(reader))
 
 
 def _alike(dropouts: Iterable[object]) -> list[tuple[object, ...]]:
