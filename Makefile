@@ -24,7 +24,7 @@ MARKS = $(shell $(BIN)/python -c 'import torch; print("not sweep" if torch.cuda.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all test-processors sweep sweep-workspace lint bench clean
+.PHONY: help demo test test-rest test-all test-processors sweep sweep-workspace lint docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -74,6 +74,9 @@ lint: $(VENV)/.ready build/types ## ruff, mypy --strict, and the rules on import
 		--cache-dir $(CURDIR)/.mypy_cache -p roamc
 	$(BIN)/pytest -q tests/test_architecture.py tests/test_repository.py
 
+docs: $(VENV)/.ready ## build the documentation into build/site; needs no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/.ready ## run every script in benchmarks/ and write the tables; takes hours
 	@for table in example peak speed fuse kernels budget "budget --falling" kept "kept --dtype bfloat16" exact repeats planning cost workspace order_layout retain_rivals table; do \
 		echo "== $$table"; $(BIN)/python -m benchmarks.$$table || exit 1; done
@@ -88,7 +91,7 @@ $(VENV)/.ready: setup.py constraints.txt
 	@echo "Setting up $(VENV) with $(PYTHON): once, some minutes, most of them for PyTorch"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/;/^setuptools==/d;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[test,bench,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[test,bench,dev,docs]"
 	@touch $@
 
 # The three folders under the names they have in Python, as links: mypy follows no editable install.

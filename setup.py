@@ -64,7 +64,7 @@ setup(
             "pytest-timeout",  # a hanging solver fails its test instead of the whole run
             "pytest-xdist",  # one worker per core
             "hypothesis",  # random problems for solvers, random graphs for passes
-            "accelerate",  # the guide's examples are run; Apache-2.0, 0.4 MB. Trainer needs it
+            "accelerate",  # the documentation's examples are run; Apache-2.0, 0.4 MB. Trainer needs it
             "lightning",  # the same; Apache-2.0, with torchmetrics and aiohttp 15 MB
             "expecttest",  # torch's own databases of operators, modules and optimizers import it
             TRANSFORMERS,
@@ -73,6 +73,8 @@ setup(
         "gpu": [TRITON],
         "bench": [TRANSFORMERS],
         "dev": ["mypy", "ruff"],
+        # The documentation as a site, built without a network. MIT; with mkdocs (BSD-2) and babel 115 MB installed.
+        "docs": ["mkdocs-material"],
     },
     entry_points={
         "torch_dynamo_backends": ["roamc = roamc.frontends.backend:roamc"],  # so torch.compile finds it by name

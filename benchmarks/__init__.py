@@ -1,1 +1,1 @@
-"""One file per table of the README; results, with machine, versions and date, in ``benchmarks/results``."""
+"""One file per table of RESULTS.md; results, with machine, versions and date, in ``benchmarks/results``."""

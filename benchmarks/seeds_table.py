@@ -7,14 +7,6 @@ from typing import Any
 
 from benchmarks.summary import Cells, Rows, markdown, megabytes
 
-SHORT = ("tempo", "both")
-"""Last words of programs of roamc that the README leaves out: of these models they differ little from the others."""
-
-
-def short(rows: Rows) -> list[str]:
-    """The same as :func:`programs`, of fewer programs; nothing if there are no rows."""
-    return programs([row for row in rows if not row["kind"].partition("@")[0].endswith(SHORT)]) if rows else []
-
 
 def programs(rows: Rows) -> list[str]:
     """Peak, states, time and error of every program."""

@@ -71,15 +71,13 @@ ITERATIONS = {
 }
 
 
-def short(rows: Rows) -> list[str]:
-    """Table 2 of the paper for its smallest model, its four models, and exposed collectives, as lines of Markdown."""
-    inner = {(row["model"], row["ranks"], row["row"]): row for row in rows if "formula" in row}
-    return [*_six(inner), *_models(inner), *_exposed(rows)] if inner else []
-
-
 def full(rows: Rows) -> list[str]:
-    """As :func:`short`, and what the solver finds within the peak of each row that is marked by hand."""
-    return [*short(rows), *_iterations(rows), *_solver(rows)]
+    """Layers and iterations of the paper's models, exposed collectives, and what the solver finds within the peak of
+    each row that is marked by hand, as lines of Markdown.
+    """
+    inner = {(row["model"], row["ranks"], row["row"]): row for row in rows if "formula" in row}
+    layers = [*_six(inner), *_models(inner), *_exposed(rows)] if inner else []
+    return [*layers, *_iterations(rows), *_solver(rows)]
 
 
 def _six(inner: dict[tuple[str, int, str], dict[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the README shows of the results: the tables that most people ask for, and the rest in a sentence each."""
+"""The results in short: one table, and what was counted in a sentence each."""
 
 from __future__ import annotations
 
@@ -24,82 +24,37 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:.1f}"
 
 
-def peaks(rows: Rows) -> list[str]:
-    """Measured peaks of whole steps, on both routes, in float32."""
-    return [
-        "Peak memory of one AdamW step in float32 (MB) on top of parameters, optimizer state and batch, without a "
-        "budget. Counted under malloc, each in a fresh process.",
-        "",
-        *markdown(
-            "model | eager | `roamc.train_step` | / eager | measured / predicted | `roamc.optimize` | / eager",
-            (_peak_row(row) for row in rows if row["dtype"] == "float32"),
-        ),
-    ]
+COLUMNS = {
+    "eager": "eager",
+    "eager+block": "checkpoint",
+    "inductor": "`torch.compile`",
+    "train_step": "`train_step`",
+    "train_step@+1%": '`"+1%"`',
+    "train_step@min": '`"min"`',
+}
+"""Programs of the table of budgets that :func:`overview` compares, and how it calls them."""
 
 
-def _peak_row(row: dict[str, Any]) -> Cells:
-    eager, step, loop = (row[name]["measured"] for name in ("eager", "train_step", "optimize"))
-    shares = (f"{step / eager:.3f}", f"{step / row['train_step']['needed_bytes']:.3f}")
-    return [row["model"], megabytes(eager), megabytes(step), *shares, megabytes(loop), f"{loop / eager:.3f}"]
-
-
-SHOWN = (
-    "eager", "eager+block", "eager+select", "inductor", "inductor@0.5", "inductor@0.2", "inductor+block",
-    "optimize", "optimize@+1%", "optimize@170MB", "optimize@min",
-    "train_step", "train_step@+1%", "train_step@300MB", "train_step@170MB", "train_step@110MB", "train_step@min",
-)  # fmt: skip
-"""Programs of :func:`frontier` that the README shows; RESULTS.md has all."""
-
-
-def frontier(rows: Rows, model: str = "gpt") -> list[str]:
-    """Step time against measured peak for one model."""
-    shown = [row for row in rows if row["model"] == model]
-    ours = [row for row in shown if "peak_bytes" in row]
-    equal = [row["like"]["equal"] for row in ours if "like" in row]
-    return [
-        "Under a budget: GPT with 6 layers, width 384, 256 tokens, batch 16, one thread. `+block` is "
-        "`torch.utils.checkpoint` around every block, `+select` a policy that saves its matrix products and attention; "
-        "`@` is followed by `memory_budget`, or by torch.compile's activation memory budget. Times are medians of "
-        f"ratios over interleaved steps. Loss, gradients and parameters are bit for bit equal in {sum(equal)} of "
-        f"{len(equal)} comparisons: roamc's programs under a budget with those without, and these with eager "
-        "(`train_step`) or `aot_eager` (`optimize`).",
-        "",
-        *markdown(
-            "program | measured peak (MB) | time / no budget | time / eager | planning s",
-            (_frontier_row(row) for row in shown if row["kind"] in SHOWN),
-        ),
-    ]
-
-
-ONE_PERCENT = "train_step@+1%"
-"""The program of :func:`one_percent`."""
-
-
-def one_percent(rows: Rows) -> list[str]:
-    """What a budget of 1 % more time buys, for every model of the table of budgets."""
+def overview(rows: Rows) -> list[str]:
+    """Peak and step time of a few programs for every model of the table of budgets."""
     by_name = {(row["model"], row["kind"]): row for row in rows}
-    models = [model for model, kind in by_name if kind == ONE_PERCENT]
     return [
-        'With `memory_budget="+1%"`, the lowest peak for at most 1 % more predicted time, measured in the same way:',
+        "Measured peak of one AdamW step in float32 above parameters, optimizer state and batch (MB), and in brackets "
+        "its time as a share of eager's, one thread. Checkpoint is `torch.utils.checkpoint` around every block; the "
+        "last two columns are `train_step` with that `memory_budget`.",
         "",
         *markdown(
-            "model | eager (MB) | torch.compile | `train_step` | `train_step`, +1% | time / no budget | time / eager",
-            (_one_percent_row(by_name, model) for model in models),
+            f"model | {' | '.join(COLUMNS.values())}",
+            (
+                [model, *(_measured(by_name[model, kind]) for kind in COLUMNS)]
+                for model in dict.fromkeys(model for model, _ in by_name)
+            ),
         ),
     ]
 
 
-def _one_percent_row(by_name: dict[tuple[str, str], dict[str, Any]], model: str) -> Cells:
-    peaks = (by_name[model, kind]["measured"] for kind in ("eager", "inductor", "train_step", ONE_PERCENT))
-    time = by_name[model, ONE_PERCENT]["time"]
-    return [model, *map(megabytes, peaks), f"{time['of free']:.2f}", f"{time['of eager']:.2f}"]
-
-
-def _frontier_row(row: dict[str, Any]) -> Cells:
-    if "refused" in row:
-        return [row["kind"], f"refused: needs {megabytes(row['refused'])}", *"–––"]
-    time, planning = row["time"], f"{row['planning']:.1f}" if "planning" in row else "–"
-    return [row["kind"], megabytes(row["measured"]), f"{time['of free']:.2f}", f"{time['of eager']:.2f}", planning]
+def _measured(row: dict[str, Any]) -> str:
+    return f"{megabytes(row['measured'])} ({row['time']['of eager']:.2f})"
 
 
 def kept(rows: Rows) -> list[str]:

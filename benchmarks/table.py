@@ -1,4 +1,4 @@
-"""Write ``RESULTS.md``, and tables of the README and the guide, from the results: ``python -m benchmarks.table``."""
+"""Write ``RESULTS.md``, and the README's table and example, from the results: ``python -m benchmarks.table``."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ def full() -> str:
     lines = [
         "# Results",
         "",
-        "Written by `python -m benchmarks.table` from the files in `results/`, which say with what each was made.",
-        _machine(),
+        "Written by `python -m benchmarks.table` from the files in `benchmarks/results`, which say with what each was "
+        f"made. {_machine()}",
+        "",
+        *summary.overview(_budget_rows(_rows_of("budget"))),
+        "",
+        *summary.kept(_rows_of("kept")),
+        "",
+        *summary.rivals(_rows_of("retain_rivals")),
     ]
-    for name, section in SECTIONS:
+    for name, title, section in SECTIONS:
         rows = _rows_of(name)
-        lines += ["", *section(rows)] if rows else []
+        lines += ["", f"## {title}", "", *section(rows)] if rows else []
     return "\n".join([*lines, ""])
 
 
 def short() -> str:
     """What the README shows."""
-    order, budgets = _rows_of("order_layout"), _budget_rows(_rows_of("budget"))
-    parts = [
-        [f"{_machine()} All tables are in [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."],
-        summary.peaks(_rows_of("peak")),
-        _speed(_rows_of("speed")),
-        summary.frontier(budgets),
-        summary.one_percent(budgets),
-        summary.kept(_rows_of("kept")),
-        _saving(order),
-        summary.rivals(_rows_of("retain_rivals")),
-        seeds_table.short(_rows_of("seeds")),
+    lines = [
+        *summary.overview(_budget_rows(_rows_of("budget"))),
+        "",
+        *summary.kept(_rows_of("kept")),
+        f"{_machine()} [All tables](benchmarks/RESULTS.md).",
     ]
-    return "\n".join("\n".join((*part, "")) for part in parts if part).rstrip()
+    return "\n".join(lines)
 
 
 def example() -> str:
@@ -526,46 +526,39 @@ def _speed_row(row: dict[str, Any]) -> Cells:
     return [row["model"], *(f"{row[ratio]:.3f}" for ratio in ratios), f"{capture:.2f}", f"{rest:.2f}"]
 
 
-SECTIONS: tuple[tuple[str, Callable[[Rows], list[str]]], ...] = (
-    ("peak", _peak),
-    ("speed", _speed),
-    ("fuse", _fast),
-    ("fuse", _groups),
-    ("kernels", _kernels),
-    ("budget", _budget),
-    ("falling", _falling),
-    ("kept", _kept),
-    ("exact", _exact),
-    ("collectives", _collectives),
-    ("shard", shard_table.full),
-    ("gpu", gpu_table.steps),
-    ("gpu_layer", gpu_table.layer),
-    ("repeats", _repeats),
-    ("planning", _planning),
-    ("cost", _cost),
-    ("order_layout", _order_layout),
-    ("retain_rivals", _retain_rivals),
-    ("seeds", seeds_table.programs),
-    ("seeds_loss", seeds_table.losses),
+SECTIONS: tuple[tuple[str, str, Callable[[Rows], list[str]]], ...] = (
+    ("peak", "Peaks without a budget", _peak),
+    ("speed", "Step times without a budget", _speed),
+    ("fuse", "Fast numerics on a CPU", _fast),
+    ("fuse", "Fused operators on a CPU", _groups),
+    ("kernels", "Kernels of a GPU", _kernels),
+    ("budget", "Under a budget", _budget),
+    ("falling", "Falling budgets", _falling),
+    ("kept", "Whether budgets are kept", _kept),
+    ("exact", "Whether exact is exact", _exact),
+    ("collectives", "Gradients of several ranks", _collectives),
+    ("shard", "Ranks of a mesh", shard_table.full),
+    ("gpu", "Steps on a GPU", gpu_table.steps),
+    ("gpu_layer", "A layer on a GPU", gpu_table.layer),
+    ("repeats", "Capture", _repeats),
+    ("planning", "Planning", _planning),
+    ("cost", "Predicted times", _cost),
+    ("order_layout", "Order and layout", _order_layout),
+    ("retain_rivals", "Recomputation solvers", _retain_rivals),
+    ("seeds", "Tempo and CompAct", seeds_table.programs),
+    ("seeds_loss", "Loss with CompAct", seeds_table.losses),
 )
-"""Name of a file of results, and what the page of all tables shows of it."""
+"""Name of a file of results, and heading and lines of what the page of all tables shows of it."""
 
-MARKS: dict[str, Callable[[], str]] = {
-    "example": example,
-    "results": short,
-    "ranks": lambda: "\n".join(shard_table.short(_rows_of("shard"))),
-    "fast": lambda: "\n".join(_fast(_rows_of("fuse"))),
-    "groups": lambda: "\n".join(_groups(_rows_of("fuse"))),
-}
-"""Word in a page's comments ``<!-- table: WORD -->`` and ``<!-- end -->`` to what stands between them."""
+MARKS: dict[str, Callable[[], str]] = {"example": example, "results": short}
+"""Word in the README's comments ``<!-- table: WORD -->`` and ``<!-- end -->`` to what stands between them."""
 
 
 def main() -> None:
-    """Write the page of all tables, and put those of the README and the guide between their marks."""
+    """Write the page of all tables, and put those of the README between their marks."""
     (HERE / "RESULTS.md").write_text(full())
-    for name in ("README.md", "GUIDE.md"):
-        page = HERE.parent / name
-        page.write_text(filled(page.read_text()))
+    page = HERE.parent / "README.md"
+    page.write_text(filled(page.read_text()))
 
 
 def filled(text: str) -> str:

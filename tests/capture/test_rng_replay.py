@@ -270,7 +270,7 @@ def test_reading_the_seed_is_refused(name: str) -> None:
 
 
 def test_a_generator_bound_before_gives_the_real_seed_of_the_first_call() -> None:
-    """Such a call cannot be seen: the README lists it among what a step reads while it is traced, and keeps."""
+    """Such a call cannot be seen: docs/limits.md lists it among what a step reads while it is traced, and keeps."""
     read: list[int] = []
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:

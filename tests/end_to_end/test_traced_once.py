@@ -1,4 +1,4 @@
-"""What Python does only while a step is traced is refused, or says so where its result is read (GUIDE.md, Limits)."""
+"""What Python does only while a step is traced is refused, or says so where its result is read (docs/limits.md)."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def judge(seed: int, route: str, budget: str | None, seconds: int = 120, family:
 
 
 def _kept_twice(source: Example, route: str) -> int:
-    """Bytes of buffers that forward writes and backward reads: torch.compile keeps a copy of them, see the README."""
+    """Bytes of buffers that forward writes and backward reads: torch.compile keeps a copy, see docs/limits.md."""
     if route == "step":
         return 0
     model, saved = source.make(), set()

@@ -109,7 +109,7 @@ def judged(case: Case, layout: Layout) -> str | None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_operators_and_modules(part: int) -> None:
-    """An LSTM is left out: oneDNN's adds up in another order, which GUIDE.md names."""
+    """An LSTM is left out: oneDNN's adds up in another order, which docs/limits.md names."""
     failed, count = [], 0
     for entry in [entry for entry in entries() if entry.name != "nn.LSTM"][part::PARTS]:
         for number, (case, layout) in enumerate(itertools.product(_samples(entry), LAYOUTS)):

@@ -1,0 +1,90 @@
+"""Parts of the pages that are made of the source when the site is built, so that nothing is written twice.
+
+A page has a line ``<!-- made of: WORD -->``; :func:`filled` puts what :data:`PARTS` makes for the word behind it.
+mkdocs calls :func:`on_page_markdown`, see ``mkdocs.yml``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from roamc.options import Options
+from roamc.planning.pipeline import PIPELINE
+
+ROOT = Path(__file__).parent.parent
+
+MARK = re.compile(r"^<!-- made of: (\S+) -->$", re.MULTILINE)
+
+PAGES = {"benchmarks/RESULTS.md": "results.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+"""Files of the repository that are pages of the site."""
+
+
+def options() -> str:
+    """Return the table of all options: names and defaults of the fields of Options, and its docstring."""
+    text = re.sub(r"\s+", " ", (Options.__doc__ or "").partition("Attributes:")[2])
+    names = [field.name for field in dataclasses.fields(Options)]
+    parts = re.split(rf" ({'|'.join(names)}): ", text)[1:]
+    meanings = dict(zip(parts[::2], parts[1::2], strict=True))
+    rows = (
+        f"| `{field.name}` | `{_default(field.default)}` | {_markdown(meanings[field.name])} |"
+        for field in dataclasses.fields(Options)
+    )
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+
+
+def passes() -> str:
+    """Return a section for each pass, in the order of the pipeline: the head of its module's docstring."""
+    return "\n\n".join(line for each in PIPELINE for line in _pass(each.name))
+
+
+def _pass(name: str) -> Iterator[str]:
+    """Yield the heading, the sentence, and the lines ``rewrite:`` and ``checks:`` of a pass."""
+    doc = importlib.import_module(f"roamc.passes.{name}").__doc__ or ""
+    sentence, *paragraphs = doc.split("\n\n")
+    head = paragraphs[: next((at for at, text in enumerate(paragraphs) if text[:1] != " "), len(paragraphs))]
+    yield f"## {name}"
+    sentence = _markdown(sentence.removeprefix(f"{name}: "))
+    yield sentence[0].upper() + sentence[1:]
+    yield "\n".join(["```text", textwrap.dedent(_markdown("\n\n".join(head), code="")), "```"])
+
+
+def _default(value: object) -> str:
+    return "none" if value in (None, ()) else repr(value).replace("'", '"')
+
+
+def _markdown(text: str, code: str = "`") -> str:
+    """Return a docstring's text with ``code`` in the place of the marks of reStructuredText."""
+    text = re.sub(r":\w+:`[~.]?([^`]+)`", rf"{code}\1{code}", text)
+    return text.replace("``", code).replace("|", "\\|" if code else "|").rstrip()
+
+
+def _file(name: str) -> str:
+    """Return a file of the repository, with links as the site has them."""
+    text = (ROOT / name).read_text("utf-8").replace("](docs/", "](")
+    for path, page in PAGES.items():
+        text = text.replace(f"]({path}", f"]({page}")
+    return text
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "options": options,
+    "passes": passes,
+    **{name: lambda name=name: _file(name) for name in ("README.md", *PAGES)},  # type: ignore[misc]
+}
+"""Word of a mark to what makes the text."""
+
+
+def filled(text: str) -> str:
+    """Return a page with the text of every mark behind it."""
+    return MARK.sub(lambda mark: f"{mark[0]}\n\n{PARTS[mark[1]]()}\n", text)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill a page of the site; mkdocs calls it for each."""
+    return filled(markdown)
