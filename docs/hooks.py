@@ -7,7 +7,9 @@ mkdocs calls :func:`on_page_markdown`, see ``mkdocs.yml``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -21,18 +23,23 @@ ROOT = Path(__file__).parent.parent
 
 MARK = re.compile(r"^<!-- made of: (\S+) -->$", re.MULTILINE)
 
-PAGES = {"benchmarks/RESULTS.md": "results.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-"""Files of the repository that are pages of the site."""
+PAGES = {
+    "README.md": "index.md",
+    "benchmarks/RESULTS.md": "results.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+"""Files of the repository to the pages of the site that are made of them."""
 
 
 def options() -> str:
     """Return the table of all options: names and defaults of the fields of Options, and its docstring."""
-    text = re.sub(r"\s+", " ", (Options.__doc__ or "").partition("Attributes:")[2])
-    names = [field.name for field in dataclasses.fields(Options)]
-    parts = re.split(rf" ({'|'.join(names)}): ", text)[1:]
+    _, *parts = re.split(
+        r"^    (\w+): ", (inspect.getdoc(Options) or "").partition("Attributes:\n")[2], flags=re.MULTILINE
+    )
     meanings = dict(zip(parts[::2], parts[1::2], strict=True))
     rows = (
-        f"| `{field.name}` | `{_default(field.default)}` | {_markdown(meanings[field.name])} |"
+        f"| `{field.name}` | `{_default(field.default)}` | {_markdown(' '.join(meanings[field.name].split()))} |"
         for field in dataclasses.fields(Options)
     )
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
@@ -64,25 +71,20 @@ def _markdown(text: str, code: str = "`") -> str:
     return text.replace("``", code).replace("|", "\\|" if code else "|").rstrip()
 
 
-def _file(name: str) -> str:
-    """Return a file of the repository, with links as the site has them."""
-    text = (ROOT / name).read_text("utf-8").replace("](docs/", "](")
-    for path, page in PAGES.items():
-        text = text.replace(f"]({path}", f"]({page}")
-    return text
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "options": options,
     "passes": passes,
-    **{name: lambda name=name: _file(name) for name in ("README.md", *PAGES)},  # type: ignore[misc]
+    **{name: functools.partial((ROOT / name).read_text, "utf-8") for name in PAGES},
 }
 """Word of a mark to what makes the text."""
 
 
 def filled(text: str) -> str:
-    """Return a page with the text of every mark behind it."""
-    return MARK.sub(lambda mark: f"{mark[0]}\n\n{PARTS[mark[1]]()}\n", text)
+    """Return a page with the text of every mark behind it, and with links as the site has them."""
+    text = MARK.sub(lambda mark: f"{mark[0]}\n\n{PARTS[mark[1]]()}\n", text).replace("](docs/", "](")
+    for path, page in PAGES.items():
+        text = text.replace(f"](../{path}", f"]({page}").replace(f"]({path}", f"]({page}")
+    return text
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
