@@ -47,7 +47,7 @@ def worker(name: str, route: str) -> list[Row]:
 
 def _plans(name: str, route: str, budget: str | None) -> list[Row]:
     """The plans of one case, in the order in which they are made, as plain data."""
-    import roamc
+    import roamc.frontends.backend
 
     torch._dynamo.reset()
     roamc.frontends.backend.LATEST.clear()

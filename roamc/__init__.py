@@ -3,11 +3,15 @@
 >>> step = roamc.train_step(model, loss_fn, optimizer)  # forward, loss, backward and update in one program
 >>> loss = step(tokens, targets)
 >>> print(roamc.plans(step)[0])  # its predicted peak memory
+
+What needs torch is imported when it is first named, so that ``import roamc.solvers`` and ``roamc --help`` do without.
 """
 
-import torch
+from __future__ import annotations
 
-from roamc import optim
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from roamc.errors import (
     BackwardTwiceError,
     BudgetError,
@@ -20,15 +24,16 @@ from roamc.errors import (
     UnfinishedError,
     VerifyError,
 )
-from roamc.frontends.max_batch import Fit, max_batch
-from roamc.frontends.optimize import optimize, plan, plans, train_step
-from roamc.frontends.train_step import TrainStep
-from roamc.graph.keep import keep
-from roamc.options import Options
-from roamc.planning.plan import Plan
-from roamc.version import __version__, warn_of_untested_torch
+from roamc.version import __version__
 
-warn_of_untested_torch(torch.__version__)
+if TYPE_CHECKING:
+    from roamc import optim
+    from roamc.frontends.max_batch import Fit, max_batch
+    from roamc.frontends.optimize import optimize, plan, plans, train_step
+    from roamc.frontends.train_step import TrainStep
+    from roamc.graph.keep import keep
+    from roamc.options import Options
+    from roamc.planning.plan import Plan
 
 __all__ = [
     "BackwardTwiceError",
@@ -54,3 +59,28 @@ __all__ = [
     "plans",
     "train_step",
 ]
+
+_MODULES = {
+    "Fit": "roamc.frontends.max_batch",
+    "Options": "roamc.options",
+    "Plan": "roamc.planning.plan",
+    "TrainStep": "roamc.frontends.train_step",
+    "keep": "roamc.graph.keep",
+    "max_batch": "roamc.frontends.max_batch",
+    "optim": "roamc.optim",
+    **dict.fromkeys(("optimize", "plan", "plans", "train_step"), "roamc.frontends.optimize"),
+}
+"""The module of each name of the interface that is imported at its first use."""
+
+if not TYPE_CHECKING:  # with a __getattr__, mypy takes every name for one of the interface
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of the interface."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(_MODULES[name])
+        return globals().setdefault(name, module if name == "optim" else getattr(module, name))
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-
-import torch
+from typing import TYPE_CHECKING
 
 from roamc.errors import OptionError
 from roamc.units import Bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 Budget = Bytes | str
 """A budget: bytes; a share of what eager holds, such as ``"80%"``; ``"min"`` for the lowest peak; ``"light"`` for the
@@ -114,6 +116,8 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
 
 
 def _free(device: torch.device) -> Bytes:
+    import torch
+
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError('memory_budget: "device" asks a GPU for its free bytes, and none is here; give a size')
     if device.type == "cuda":

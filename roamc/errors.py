@@ -30,7 +30,7 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
-_INNER = ("roamc", "torch", "contextlib", "functools", None)
+_INNER = ("roamc", "torch", "contextlib", "functools", "importlib", None)
 """Packages whose lines a warning does not point at; None is code that was generated."""
 
 
@@ -38,7 +38,8 @@ def users_level() -> int:
     """Return the ``stacklevel`` with which a warning of the calling function points at the user's line."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _package(frame) in _INNER:
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += not frame.f_code.co_filename.startswith("<frozen importlib")  # python does not count these either
     return level
 
 

@@ -2,6 +2,8 @@
 
 import warnings
 
+from roamc.errors import users_level
+
 __version__ = "0.1.0"
 
 TESTED_TORCH = ((2, 11), (2, 14))
@@ -19,5 +21,5 @@ def warn_of_untested_torch(installed: str) -> None:
         warnings.warn(
             f"roamc {__version__} is tested with torch {oldest} to {newest}, and this is torch {installed}: "
             f"look for a newer roamc, or install torch {newest}",
-            stacklevel=3,
+            stacklevel=users_level(),
         )

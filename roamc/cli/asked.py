@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
-
-from roamc.cli.request import Request
 
 Target = Annotated[
     str,
@@ -99,6 +97,46 @@ StageNumber = Annotated[
         "with the highest peak.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks to plan.
+
+    Attributes:
+        target: name of a built-in model, or ``FILE.py:function``.
+        sizes: sizes of the model by name; None where the default is meant.
+        sets: further settings of the model or arguments of the function, each as ``key=value``; with the optimizer
+            "compact" its :data:`roamc.cli.request.COMPACT` as well.
+        optimizer: name of the optimizer where the target brings none; None for AdamW there.
+        forward_backward: whether to leave the update out.
+        meta: whether to call the function of a file with the meta device as torch's default.
+        clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; None for no clipping.
+        memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", a share of time that may be
+            added such as "+1%", "min", "light", or "device"; None for none.
+        options: roamc's options, each as ``key=value``.
+        device: "cuda" to plan for a GPU, which need not be there; "cpu" for the device that the model lies on.
+        profile: the device profile that times are predicted with, as the option of that name; None for that option. For
+            a GPU without either it is :data:`roamc.cost.GENERIC`, so that every machine makes the same plan.
+        mesh: the ranks to plan for, such as "dp=1,pp=8,tp=8"; None for one.
+        tp_plan: how ``tp`` splits layers, each as ``pattern=word``; empty for the model's own way.
+        stage: number of the pipeline's stage, from 0; None for the first.
+    """
+
+    target: str
+    sizes: Mapping[str, int | None] = field(default_factory=dict)
+    sets: tuple[str, ...] = ()
+    optimizer: str | None = None
+    forward_backward: bool = False
+    meta: bool = False
+    clip_grad_norm: float | None = None
+    memory_budget: str | None = None
+    options: tuple[str, ...] = ()
+    device: str = "cpu"
+    profile: str | None = None
+    mesh: str | None = None
+    tp_plan: tuple[str, ...] = ()
+    stage: int | None = None
 
 
 @dataclass(frozen=True)

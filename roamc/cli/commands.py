@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -25,29 +25,16 @@ from typer.core import TyperGroup
 import roamc
 from roamc import files
 from roamc.budget import parse_budget
-from roamc.cli import layout_file
-from roamc.cli.asked import Asked, asking
-from roamc.cli.calibration import measured, stored
-from roamc.cli.demo.race import race
-from roamc.cli.demo.show import show
-from roamc.cli.demo.worker import Task
-from roamc.cli.ranks import among_ranks
-from roamc.cli.request import Request, answer, picture, points, stages
-from roamc.cli.stages import HEADINGS, ON_THE_RIGHT, fullest, rows
-from roamc.cli.zoo import MODELS
-from roamc.cost.measure import ROUNDS
+from roamc.cli.asked import Asked, Request, asking
 from roamc.errors import BudgetError, OptionError, RoamcError
-from roamc.graph.printed import printed, write_graphml
-from roamc.report import text
-from roamc.report.device import rows as profile_rows
-from roamc.report.explain import Explanation
-from roamc.report.html import write
-from roamc.report.kernels import KernelReport
-from roamc.report.kernels import kernels as kernels_of
 from roamc.report.progress import Stages
-from roamc.solvers.warm_up import warm_up
+from roamc.report.tables import console, show_rows
 from roamc.units import parse_bytes
 from roamc.version import __version__
+
+if TYPE_CHECKING:  # each command imports what it runs: help and errors of usage do without torch
+    from roamc.report.explain import Explanation
+    from roamc.report.kernels import KernelReport
 
 ERROR, DOES_NOT_FIT = 1, 2
 
@@ -126,7 +113,9 @@ def plan(
         if as_json:
             _print_json({**step_plan.to_dict(seconds=True), "fragmentation": step_plan.fragmentation, "fits": True})
         else:
-            text.show_plan(text.console(), step_plan)
+            from roamc.report.text import show_plan
+
+            show_plan(console(), step_plan)
 
 
 @app.command()
@@ -170,6 +159,9 @@ def explain(
             _check_writable(graphml)
         if kernels:
             _check_kernels(request.device)
+        from roamc.graph.printed import printed, write_graphml
+        from roamc.report import text
+
         report = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
         if graphml is not None:
             write_graphml(report.graph, graphml)
@@ -181,14 +173,14 @@ def explain(
             _print_json({**report.to_dict(top), **more})
             return
         if not (source or graph) or curve or html is not None:
-            text.show_explanation(text.console(), report, top)
+            text.show_explanation(console(), report, top)
             if compiled is not None:
-                text.show_kernels(text.console(), compiled)
+                text.show_kernels(console(), compiled)
             for content, path in (("picture", html), ("graph", graphml)):
                 if path is not None:
                     typer.echo(f"\nthe {content} is in {path}")
         elif source:
-            text.show_source(text.console(), report.source)
+            text.show_source(console(), report.source)
         if graph:
             typer.echo(printed(report.graph), nl=False)
 
@@ -217,6 +209,8 @@ def layout(
     Example: roamc layout A.csv --capacity 1MiB --output out.csv
     """
     with _reported(debug, as_json):
+        from roamc.cli import layout_file
+
         capacity_bytes = None if capacity is None else parse_bytes(capacity)
         if output is not None:
             _check_writable(output)
@@ -224,7 +218,7 @@ def layout(
         if as_json:
             _print_json(outcome)
         else:
-            text.show_rows(text.console(), ("layout", str(file)), layout_file.rows(outcome))
+            show_rows(console(), ("layout", str(file)), layout_file.rows(outcome))
         if not outcome["fits"]:
             typer.echo(f"does not fit: {layout_file.shortfall(outcome)}", err=True)
             raise _DoesNotFit(DOES_NOT_FIT)
@@ -246,6 +240,11 @@ def measure(
     Later runs use the result automatically. Under torchrun, the links between the ranks are measured as well:
     torchrun --nproc-per-node 8 -m roamc calibrate --device cuda
     """
+    from roamc.cli.calibration import measured, stored
+    from roamc.cli.ranks import among_ranks
+    from roamc.cost.measure import ROUNDS
+    from roamc.report.device import rows
+
     with _reported(debug, as_json), among_ranks(device, lambda error: _sentence(error, debug)) as ranks:
         if output is not None:
             ranks.first(lambda: _check_writable(output))
@@ -257,13 +256,15 @@ def measure(
         elif as_json:
             typer.echo(profile.to_json(), nl=False)
         else:
-            text.show_rows(text.console(), ("what", "speed", "remark"), profile_rows(profile))
+            show_rows(console(), ("what", "speed", "remark"), rows(profile))
             typer.echo(f"\nthe profile is in {path}")
 
 
 @app.command(name="warm-up")
 def compile_solvers(debug: Debug = False) -> None:
     """Compile the solvers, once per installation, so that the first plan does not wait. Takes about a minute."""
+    from roamc.solvers.warm_up import warm_up
+
     with _reported(debug, as_json=False):
         with Stages("compiling the solvers"):
             warm_up()
@@ -273,11 +274,13 @@ def compile_solvers(debug: Debug = False) -> None:
 @app.command()
 def models(as_json: Json = False) -> None:
     """List the built-in models and their settings."""
+    from roamc.cli.zoo import MODELS
+
     if as_json:
         _print_json({name: {"about": row.about, "settings": dict(row.settings)} for name, row in MODELS.items()})
         return
     rows = [(name, row.about, " ".join(f"{k}={v}" for k, v in row.settings.items())) for name, row in MODELS.items()]
-    text.show_rows(text.console(), ("model", "what it is", "settings"), rows)
+    show_rows(console(), ("model", "what it is", "settings"), rows)
 
 
 @app.command()
@@ -299,6 +302,11 @@ def demo(
     """
     with _reported(debug, as_json):
         parse_budget(memory_budget)
+        from roamc.cli.demo.race import race
+        from roamc.cli.demo.show import show
+        from roamc.cli.demo.worker import Task
+        from roamc.solvers.warm_up import warm_up
+
         stage = "training with and without roamc"
         with Stages(stage, steps) as stages:
             task = Task("eager", steps, batch, seq, layers, width, heads, memory_budget)
@@ -308,7 +316,7 @@ def demo(
         if as_json:
             _print_json(result.to_dict())
         else:
-            show(text.console(), result)
+            show(console(), result)
 
 
 def main() -> None:
@@ -321,11 +329,14 @@ def _several(request: Request, budgets: tuple[str, ...], save: Path | None, as_j
     if save is not None:
         raise OptionError("--save writes one plan: give one --memory-budget")
     with Stages(f"building {request.target}") as stages:
+        from roamc.cli.request import points
+        from roamc.report.text import show_points
+
         frontier_points = points(request, budgets, say=stages.now)
     if as_json:
         _print_json([point.to_dict() for point in frontier_points])
     else:
-        text.show_points(text.console(), frontier_points[0].plan.name, frontier_points)
+        show_points(console(), frontier_points[0].plan.name, frontier_points)
     if not all(point.fits for point in frontier_points):
         raise _DoesNotFit(DOES_NOT_FIT)
 
@@ -337,13 +348,17 @@ def _stages(request: Request, budgets: tuple[str, ...], save: Path | None, as_js
             f"--stage {ALL} plans each stage once: leave --save out, and give one --memory-budget at most"
         )
     with Stages(f"building {request.target}") as shown:
+        from roamc.cli.request import stages
+        from roamc.cli.stages import HEADINGS, ON_THE_RIGHT, fullest, rows
+        from roamc.report.text import show_plan
+
         plans = stages(request, say=shown.now)
     if as_json:
         _print_json([each.to_dict() for each in plans])
     else:
-        text.show_rows(text.console(), HEADINGS, rows(plans), right=ON_THE_RIGHT)
+        show_rows(console(), HEADINGS, rows(plans), right=ON_THE_RIGHT)
         typer.echo()
-        text.show_plan(text.console(), fullest(plans).plan)
+        show_plan(console(), fullest(plans).plan)
     if not all(each.fits for each in plans):
         raise _DoesNotFit(DOES_NOT_FIT)
 
@@ -365,18 +380,25 @@ def _only(budgets: tuple[str, ...]) -> str | None:
 
 def _answer(request: Request, source: bool = False, curve: bool = False) -> Explanation:
     with Stages(f"building {request.target}") as stages:
+        from roamc.cli.request import answer
+
         return answer(request, source=source, curve=curve, say=stages.now)
 
 
 def _kernels(report: Explanation) -> tuple[KernelReport, ...]:
+    from roamc.report.kernels import kernels
+
     with Stages("compiling kernels") as stages:
-        return kernels_of(report.graph, stages.now)
+        return kernels(report.graph, stages.now)
 
 
 def _drawn(request: Request, source: bool, curve: bool, path: Path) -> Explanation:
     """As :func:`_answer`, and write the HTML page to ``path``."""
     _check_writable(path)
     with Stages(f"building {request.target}") as stages:
+        from roamc.cli.request import picture
+        from roamc.report.html import write
+
         drawn = picture(request, source=source, curve=curve, say=stages.now)
         stages.now(f"drawing {request.target}")
         write(path, drawn)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
 from rich.syntax import Syntax
-from rich.table import Table
 
 from roamc.planning.plan import Plan
 from roamc.report.curve import Curve, Spot
@@ -18,13 +15,11 @@ from roamc.report.frontier import Point
 from roamc.report.fused import Grouped
 from roamc.report.kernels import KernelReport
 from roamc.report.projected import WAITS
+from roamc.report.tables import show_rows
 from roamc.units import Bytes, Seconds, format_bytes, format_parts
 
 BAR = 20
 """Characters of the longest bar."""
-
-PIPE_WIDTH = 160
-"""Columns where the output is not a terminal and COLUMNS is not set."""
 
 STAGES = (
     "capture",
@@ -68,17 +63,6 @@ class Listed:
     right: tuple[int, ...]
     rows: Sequence[tuple[str, ...]]
     sizes: Sequence[Bytes]
-
-
-def console() -> Console:
-    """Return a rich console that writes to standard output.
-
-    Where that is no terminal, it writes plain text, :data:`PIPE_WIDTH` columns wide unless COLUMNS is set.
-    """
-    out = Console(highlight=False)
-    if not out.is_terminal and "COLUMNS" not in os.environ:
-        out = Console(highlight=False, width=PIPE_WIDTH)
-    return out
 
 
 def show_plan(out: Console, plan: Plan) -> None:
@@ -158,25 +142,6 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
     ]
     headings = ("budget", "needs", "of eager's", "added time", "lower bound", "recomputed", "")
     show_rows(out, headings, rows, right=(0, 1, 2, 3, 4, 5))
-
-
-def show_rows(out: Console, headings: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> None:
-    """Print one table to ``out``.
-
-    Args:
-        out: where to print.
-        headings: one text for each column.
-        rows: for each row, one text for each column.
-        right: numbers, from 0, of the columns that are aligned to the right.
-    """
-    edge = box.SIMPLE_HEAD if out.is_terminal else None
-    table = Table(box=edge, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    aligned = set(right)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number in aligned else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    out.print(table, markup=False)
 
 
 def stage_times(seconds: Mapping[str, Seconds]) -> str:

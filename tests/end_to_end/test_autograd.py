@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import roamc
+import roamc.frontends.backend
 from tests.end_to_end.cases import SMALL
 from tests.end_to_end.helpers import (
     aot_eager,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-import roamc
+import roamc.frontends.backend
 from tests.end_to_end.helpers import assert_same, gradients_of, noise, sgd, square, warnings_of_roamc
 
 

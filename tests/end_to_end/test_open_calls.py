@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import roamc
+import roamc.frontends.backend
 from roamc.cli.demo.worker import peak_bytes
 from roamc.errors import BudgetError
 from roamc.runtime import blocks

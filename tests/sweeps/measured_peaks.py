@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-import roamc
+import roamc.frontends.backend
 from roamc.cli.demo.worker import peak_bytes
 from roamc.runtime import blocks
 from tests.graphs import WithLoss

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends import common
 from torch._functorch import partitioners
 
-import roamc
+import roamc.frontends.backend
 from roamc.errors import StaleError, VerifyError
 from tests.end_to_end.helpers import eager_step, onednn
 from tests.sweeps import in_place_models, random_models

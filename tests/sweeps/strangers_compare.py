@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.utils import _pytree as pytree
 
-import roamc
+import roamc.frontends.backend
 from benchmarks._measure import Heap
 from roamc.cli.demo.worker import peak_bytes
 from tests.end_to_end.helpers import differences, state_of, tensors_of
