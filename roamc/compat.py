@@ -10,9 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -27,11 +25,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from roamc.compat_dtensor import is_dtensor, part_of
 from roamc.compat_eager import as_in_eager, changed_setting, kernel_settings
+from roamc.compat_lines import lines_of_callers, no_line_left_over
 from roamc.compat_operators import tensors_in, written_by
 from roamc.errors import CaptureError
 
@@ -221,7 +220,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     function = _followed(_with_autocast_cache(function, torch.is_autocast_cache_enabled()), mode)
     if isinstance(mode, CaptureMode):
         mode.begin()
-    lines = fx.traceback.preserve_node_meta(), _lines_of_callers(), _no_line_left_over()
+    lines = fx.traceback.preserve_node_meta(), lines_of_callers(trace), no_line_left_over()
     here = torch.autograd.set_multithreading_enabled(False)
     try:
         with (
@@ -255,44 +254,6 @@ def _read(mode: FakeTensorMode, target: OpOverload, *args: Any, **kwargs: Any) -
         if node.target is alias and not node.users:
             graph.erase_node(node)
     return answer
-
-
-@contextlib.contextmanager
-def _lines_of_callers() -> Iterator[None]:
-    """Within this context, traced operators that no ``forward`` calls, such as those of a loss function, have lines.
-
-    torch keeps the lines of functions named "forward". Where there are none, those between :func:`trace` and the
-    operator are kept that are neither roamc's nor torch's (some are written as a string). Losses of the
-    command line's models are kept; what called roamc, such as the package that reads its command line, is not.
-    """
-    own, torchs = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
-    models = os.path.join(own, "cli", "")
-    of_modules = PythonKeyTracer._filter_traceback_frames
-
-    def kept(tracer: PythonKeyTracer, frames: traceback.StackSummary) -> traceback.StackSummary:
-        within = itertools.dropwhile(lambda frame: (frame.filename, frame.name) != (__file__, trace.__name__), frames)
-        callers = [
-            frame
-            for frame in within
-            if frame.filename.startswith(models) or not frame.filename.startswith((own, torchs, "<string>"))
-        ]
-        return of_modules(tracer, frames) or traceback.StackSummary.from_list(callers)
-
-    with mock.patch.object(PythonKeyTracer, "_filter_traceback_frames", kept):
-        yield
-
-
-@contextlib.contextmanager
-def _no_line_left_over() -> Iterator[None]:
-    """Within this context, an operator whose forward call has no line gets none; torch 2.11 gives it the last one."""
-    put = fx.traceback.set_stack_trace
-
-    def replace(stack: list[str]) -> None:
-        fx.traceback.current_meta.pop("stack_trace", None)
-        put(stack)
-
-    with mock.patch.object(fx.traceback, "set_stack_trace", replace):
-        yield
 
 
 def _with_autocast_cache(function: Callable[..., Any], enabled: bool) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ FLOOR = tuple(
             "compat_fsdp",
             "compat_groups",
             "compat_hooks",
+            "compat_lines",
             "compat_modules",
             "compat_onednn",
             "compat_operators",
@@ -115,7 +116,19 @@ COMPAT = (
     "roamc.compat",
     *(
         f"roamc.compat_{of}"
-        for of in ("aot", "dtensor", "dynamo", "eager", "fsdp", "groups", "hooks", "onednn", "operators", "repeats")
+        for of in (
+            "aot",
+            "dtensor",
+            "dynamo",
+            "eager",
+            "fsdp",
+            "groups",
+            "hooks",
+            "lines",
+            "onednn",
+            "operators",
+            "repeats",
+        )
     ),
 )
 
