@@ -85,13 +85,16 @@ clean: ## remove builds and caches; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find roamc passes solvers tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Editable in the default mode: new files are seen without another install.
+# Editable in the default mode: new files are seen without another install. What compiles the solvers is installed first:
+# their machine code fits one version of numba.
 $(VENV)/.ready: setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "roamc needs Python 3.11 or 3.12 with venv. Name one: make PYTHON=..."; exit 1; }
 	@echo "Setting up $(VENV) with $(PYTHON): once, some minutes, most of them for PyTorch"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/;/^setuptools==/d;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[test,bench,dev,docs]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt setuptools numba ortools
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation \
+		-e ".[test,bench,dev,docs]"
 	@touch $@
 
 # The three folders under the names they have in Python, as links: mypy follows no editable install.

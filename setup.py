@@ -1,9 +1,12 @@
 """Packaging of roamc: three folders of the repository, one package in Python."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 # Which folder holds which package. `passes` and `solvers` lie at the top of the repository; in Python they
 # are roamc.passes and roamc.solvers, and nothing called `passes` or `solvers` lands in a user's environment.
@@ -24,6 +27,31 @@ def version() -> str:
     return re.search(r'__version__ = "(.+)"', text).group(1)
 
 
+class BuildWithMachineCode(build_py):
+    """Also compiles the solvers, for half a minute, so that no user's first plan waits for it.
+
+    The machine code fits the version of Python and numba that builds; others compile at the first call. So they do
+    where building finds no numba. See solvers/machine_code.py.
+    """
+
+    def run(self) -> None:
+        """Build, and write the machine code beside the solvers: in the clone itself for an editable install."""
+        super().run()
+        root = Path(__file__).parent if self.editable_mode else Path(self.build_lib).resolve()
+        compiled = subprocess.run([sys.executable, "-c", SHIP, str(root)], capture_output=True, text=True)
+        if compiled.returncode:
+            self.warn(f"the solvers are not compiled ahead: {compiled.stderr.strip().splitlines()[-1]}")
+
+
+SHIP = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import roamc
+roamc.__path__.append(sys.argv[1])  # where solvers is a folder beside roamc
+from roamc.solvers.machine_code import build
+build()
+"""
+
 # Compiles fused kernels on a GPU. MIT; 1 GB installed, no dependencies. torch for CUDA pins its own.
 TRITON = "triton>=3.6; platform_system == 'Linux'"
 TRANSFORMERS = "transformers>=5,<6"  # the models that tests and benchmarks train, random weights only
@@ -38,6 +66,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.13",
+    cmdclass={"build_py": BuildWithMachineCode},
     package_dir=FOLDERS,
     packages=packages(),
     package_data={

@@ -1,7 +1,8 @@
 """Compiled loops: numba, with its results kept on disk, behind one decorator that keeps a function's type.
 
-The first process of an installation finds nothing on disk, and compiling all of the solvers takes ten seconds and
-more. Small problems take a fraction of a second in plain Python, so they do not wait: see `interpreted_first`.
+An installation brings machine code along, see `machine_code`. Where that does not fit, the first process finds nothing
+on disk, and compiling all of the solvers takes half a minute; small problems take a fraction of a second in plain
+Python, so they do not wait: see `interpreted_first`.
 """
 
 import contextlib
@@ -9,12 +10,15 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from numba.core import cpu, types
-from numba.core.caching import FunctionCache
+from numba.core import cpu, sigutils, types
+from numba.core.caching import FunctionCache, NullCache
+from numba.core.compiler import CompileResult
 from numba.core.registry import CPUDispatcher
+
+from roamc.solvers import machine_code
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,6 +77,19 @@ def interpreted_first(size: int, solve: Callable[[], R]) -> R:
             _process.patience = left - (time.perf_counter() - began)
         _thread.has_interpreted = False
     return solve()
+
+
+def codes_of(values: Iterable[object]) -> tuple[dict[str, machine_code.Code], tuple[str, ...]]:
+    """Return what those among `values` have been compiled to, by name, and numba's tuple of the machine.
+
+    Without annotations, which name the files of the machine that compiles.
+    """
+    codes: dict[str, machine_code.Code] = {}
+    for function in values:
+        for arguments, result in function.overloads.items() if isinstance(function, _Function) else ():
+            code = result._replace(type_annotation="")._reduce()
+            codes[machine_code.name_of(function.py_func, arguments)] = code
+    return codes, _Function.targetdescr.target_context.codegen().magic_tuple()
 
 
 def always_compile() -> None:
@@ -140,14 +157,48 @@ class _Cache(FunctionCache):
             self.flush()  # type: ignore[no-untyped-call]
 
 
+class _Shipped(NullCache):  # type: ignore[misc]
+    """Reads the machine code that the installation brings along, and what it lacks from numba's cache on disk."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._own: Any = None
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return what was compiled for `sig`, None if neither has it."""
+        target_context.refresh()
+        try:
+            triple, _, features = target_context.codegen().magic_tuple()
+            codes = machine_code.shipped(machine_code.FILE, triple, features)
+            code = codes.get(machine_code.name_of(self._function, sigutils.normalize_signature(sig)[0]))
+            if code is not None:
+                return CompileResult._rebuild(target_context, *pickle.loads(code))
+        except (machine_code.Unfit, *UNREADABLE):
+            pass
+        return self._on_disk().load_overload(sig, target_context)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled for `sig` in numba's cache."""
+        self._on_disk().save_overload(sig, data)
+
+    def _on_disk(self) -> Any:
+        """numba's cache, made at its first use: it looks for a folder to write to."""
+        if self._own is None:
+            try:
+                self._own = _Cache(self._function)  # type: ignore[no-untyped-call]
+            except RuntimeError:  # numba finds none
+                self._own = NullCache()
+        return self._own
+
+
 class _Function(CPUDispatcher):
     """A compiled function that can also run as the Python that it was compiled from."""
 
     must_compile = False
 
     def enable_caching(self) -> None:
-        """Keep on disk what is compiled, and read what is there. Raises RuntimeError without a folder to write to."""
-        self._cache = _Cache(self.py_func)  # type: ignore[no-untyped-call]
+        """Read what the installation brings along or is on disk, and keep on disk what is compiled, if that can be."""
+        self._cache = _Shipped(self.py_func)
 
     def __call__(self, *args: Any) -> Any:
         if _thread.deadline is None:
@@ -188,7 +239,6 @@ def _compile(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R
         return function
     dispatcher: Any = _Function(py_func=function, locals={}, targetoptions={"nopython": True, **options})
     dispatcher._compiler = _Compiler(dispatcher._compiler)
-    with contextlib.suppress(RuntimeError):  # numba finds no folder that it may write to
-        dispatcher.enable_caching()
+    dispatcher.enable_caching()
     typed: Callable[P, R] = dispatcher
     return typed
