@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from roamc import progress
+from roamc import ticker
 from roamc.errors import VerifyError
 from roamc.graph import TrainGraph
 from roamc.graph.memory import build_memory
@@ -63,7 +63,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
     All algorithms run if ``options.order`` is "best", else the one of that name. With a budget, in
     ``options.limit_bytes``, the search stops after :data:`TRIAL_WORK`, else it works in proportion to the bytes that it
-    may still win, see :data:`FULL_WORK_GAP`. Progress messages go to :mod:`roamc.progress`.
+    may still win, see :data:`FULL_WORK_GAP`. Progress messages go to :mod:`roamc.ticker`.
 
     Raises:
         VerifyError: the solver's order breaks a constraint.
@@ -88,7 +88,7 @@ def decide(graph: TrainGraph, options: Options) -> Decision:
 
 
 def _tell(peak_bytes: Bytes, bound_bytes: Bytes) -> None:
-    progress.say(f"order: peak {format_bytes(peak_bytes)}, no order below {format_bytes(bound_bytes)}")
+    ticker.say(f"order: peak {format_bytes(peak_bytes)}, no order below {format_bytes(bound_bytes)}")
 
 
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:

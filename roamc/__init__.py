@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from roamc.options import Options
     from roamc.planning.plan import Plan
 
+progress = True
+"""Whether planning that takes longer than two seconds says so on stderr. False, or ROAMC_PROGRESS=0, silences it."""
+
 __all__ = [
     "BackwardTwiceError",
     "BudgetError",

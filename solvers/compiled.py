@@ -118,7 +118,29 @@ class _Thread(threading.local):
     has_interpreted = False
 
 
-_process, _thread = _Process(), _Thread()
+class _Compiling:
+    """Says what this process spends on compiling; a context manager around it, entered again for what a loop calls.
+
+    seconds: of what has ended.  since: when what goes on began, by `time.monotonic()`; None while nothing does.
+    """
+
+    seconds = 0.0
+    since: float | None = None
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        self.since = time.monotonic() if self.since is None else self.since
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth and self.since is not None:
+            self.seconds, self.since = self.seconds + time.monotonic() - self.since, None
+
+
+_process, _thread, compiling = _Process(), _Thread(), _Compiling()
 
 
 UNREADABLE = (
@@ -231,7 +253,8 @@ class _Compiler:
         """Compile for one signature, or raise `_MustCompile`."""
         if _thread.deadline is not None:
             raise _MustCompile
-        return self._compiler.compile(*signature)
+        with compiling:
+            return self._compiler.compile(*signature)
 
 
 def _compile(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:

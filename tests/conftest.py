@@ -53,6 +53,14 @@ def a_cache_folder_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_lines_of_progress() -> Iterator[None]:
+    """Planning is slow on a busy machine, and then says so: no test is to depend on it, but those of the lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROAMC_PROGRESS", "0")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def an_import_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders of files that the command line has run, which stay on the path of its process, end with the test."""

@@ -64,6 +64,9 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False)
 
+IMPORTING = "importing torch"
+"""What a command is at before it does anything else."""
+
 ALL = "all"
 """What ``--stage`` takes beside a number."""
 
@@ -159,10 +162,10 @@ def explain(
             _check_writable(graphml)
         if kernels:
             _check_kernels(request.device)
+        report = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
         from roamc.graph.printed import printed, write_graphml
         from roamc.report import text
 
-        report = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
         if graphml is not None:
             write_graphml(report.graph, graphml)
         compiled = _kernels(report) if kernels else None
@@ -209,12 +212,13 @@ def layout(
     Example: roamc layout A.csv --capacity 1MiB --output out.csv
     """
     with _reported(debug, as_json):
-        from roamc.cli import layout_file
-
         capacity_bytes = None if capacity is None else parse_bytes(capacity)
         if output is not None:
             _check_writable(output)
-        outcome = layout_file.lay_out(file, capacity_bytes, seconds, output)
+        with Stages(f"placing the buffers of {file}"):
+            from roamc.cli import layout_file
+
+            outcome = layout_file.lay_out(file, capacity_bytes, seconds, output)
         if as_json:
             _print_json(outcome)
         else:
@@ -240,10 +244,11 @@ def measure(
     Later runs use the result automatically. Under torchrun, the links between the ranks are measured as well:
     torchrun --nproc-per-node 8 -m roamc calibrate --device cuda
     """
-    from roamc.cli.calibration import measured, stored
-    from roamc.cli.ranks import among_ranks
-    from roamc.cost.measure import ROUNDS
-    from roamc.report.device import rows
+    with Stages(IMPORTING):
+        from roamc.cli.calibration import measured, stored
+        from roamc.cli.ranks import among_ranks
+        from roamc.cost.measure import ROUNDS
+        from roamc.report.device import rows
 
     with _reported(debug, as_json), among_ranks(device, lambda error: _sentence(error, debug)) as ranks:
         if output is not None:
@@ -263,10 +268,10 @@ def measure(
 @app.command(name="warm-up")
 def compile_solvers(debug: Debug = False) -> None:
     """Compile the solvers, once per installation, so that the first plan does not wait. Takes about a minute."""
-    from roamc.solvers.warm_up import warm_up
-
     with _reported(debug, as_json=False):
         with Stages("compiling the solvers"):
+            from roamc.solvers.warm_up import warm_up
+
             warm_up()
         typer.echo("the solvers are compiled")
 
@@ -274,7 +279,8 @@ def compile_solvers(debug: Debug = False) -> None:
 @app.command()
 def models(as_json: Json = False) -> None:
     """List the built-in models and their settings."""
-    from roamc.cli.zoo import MODELS
+    with Stages(IMPORTING):
+        from roamc.cli.zoo import MODELS
 
     if as_json:
         _print_json({name: {"about": row.about, "settings": dict(row.settings)} for name, row in MODELS.items()})
@@ -302,10 +308,11 @@ def demo(
     """
     with _reported(debug, as_json):
         parse_budget(memory_budget)
-        from roamc.cli.demo.race import race
-        from roamc.cli.demo.show import show
-        from roamc.cli.demo.worker import Task
-        from roamc.solvers.warm_up import warm_up
+        with Stages(IMPORTING):
+            from roamc.cli.demo.race import race
+            from roamc.cli.demo.show import show
+            from roamc.cli.demo.worker import Task
+            from roamc.solvers.warm_up import warm_up
 
         stage = "training with and without roamc"
         with Stages(stage, steps) as stages:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from roamc import progress
+from roamc import ticker
 from roamc.budget import parse_budget
 from roamc.capture.moved import device_of
 from roamc.cli import zoo
@@ -209,7 +209,7 @@ def _planned(
         say("getting the solvers ready, for which a new installation compiles them")
         warm_up()
     say(f"planning {graph.name}")
-    with progress.listening(lambda text: say(f"planning {graph.name}, {text}")):
+    with ticker.listening(lambda text: say(f"planning {graph.name}, {text}")):
         trials = search.PlanSearch(graph, options, many=curve)
         planned = trials.run()
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from roamc import compat_aot, compat_dynamo, exchange, notices
+from roamc import compat_aot, compat_dynamo, exchange, notices, ticker
 from roamc.budget import is_share
 from roamc.capture import joint, recurrent, torch_faults
 from roamc.capture.shared import shared_by
@@ -433,6 +433,7 @@ class _Unit:
         )
         try:
             with (
+                ticker.planning(self.name, self.options.memory_budget),
                 uninterrupted(TRACED, traces=True) as self._signals,
                 recurrent.decomposed(),
                 compat_aot.writes_marked(WROTE_OVER),

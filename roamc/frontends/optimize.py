@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from roamc import ticker
 from roamc.capture import joint
 from roamc.capture.batch import take_apart
 from roamc.capture.step_trace import LossFunction
@@ -209,8 +210,10 @@ def _plan(
     named, options = _parted(model.forward, keywords)
     parsed = options_of(options)
     check_forward(model, batch, named, "those of roamc.plan behind the model")
-    graph = joint.capture(model, batch, named, type(model).__name__).replace(in_flight=in_flight)
-    return together.alone(graph, parsed).plan
+    name = type(model).__name__
+    with ticker.planning(name, parsed.memory_budget):
+        graph = joint.capture(model, batch, named, name).replace(in_flight=in_flight)
+        return together.alone(graph, parsed).plan
 
 
 def _plan_on(

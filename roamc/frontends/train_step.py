@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roamc import compat, exchange, notices
+from roamc import compat, exchange, notices, ticker
 from roamc.capture import attributes, fully_sharded, python_keys, python_state, replicas
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import NodeHooks, check_iterators, hooks_key
@@ -222,11 +222,16 @@ class TrainStep:
         take_parameters_apart(self.model)
         self._key(leaves, nest)  # refuses what no plan is made for
         request = replace(self._request(leaves, nest), repeated=True)
-        captured, _, seconds = _captured(request)
-        graph = captured.graph.replace(in_flight=in_flight)
-        planned = together.alone(graph, self.options, self._meeting(captured))
+        with self._told():
+            captured, _, seconds = _captured(request)
+            graph = captured.graph.replace(in_flight=in_flight)
+            planned = together.alone(graph, self.options, self._meeting(captured))
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         return planned.plan
+
+    def _told(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context within which stderr tells of planning that takes long."""
+        return ticker.planning(type(self.model).__name__, self.options.memory_budget)
 
     @property
     def plans(self) -> list[Plan]:
@@ -350,7 +355,7 @@ class TrainStep:
         cohorts = bound.cohorts_now() if bound is not None else None
         if key is None or bound is None or cohorts is None:
             exchange.begin()
-            with self._others_told():
+            with self._others_told(), self._told():
                 bound, reads = self._build(leaves, nest)
             fresh = _Key.of((asked, seen), self._key(leaves, nest), reads)
             if key is not None:

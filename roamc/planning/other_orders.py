@@ -22,7 +22,7 @@ from itertools import islice
 
 import numpy as np
 
-from roamc import progress
+from roamc import ticker
 from roamc.graph import TrainGraph
 from roamc.graph.memory import MemoryModel, build_memory, rearranged
 from roamc.options import Options
@@ -98,7 +98,7 @@ def decide(graph: TrainGraph, first: LaidOut, options: Options, effort: Effort =
         order = tuple(names[index] for index in other.order.tolist() if names[index] != HANDOVER)
         candidate = LaidOut(_with_order(first.ordered, other, order), scene.lay_out(order, effort.trial_nodes))
         tried.append((other.name, candidate.total))
-        progress.say(f"layout of order {len(tried)}: {format_bytes(candidate.total)}, at best {format_bytes(floor)}")
+        ticker.say(f"layout of order {len(tried)}: {format_bytes(candidate.total)}, at best {format_bytes(floor)}")
         best = min(best, candidate, key=lambda item: item.total)
         if best.total <= floor:
             break

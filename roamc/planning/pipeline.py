@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roamc import decode, progress
+from roamc import decode, ticker
 from roamc.errors import PlanError
 from roamc.graph import TrainGraph, mask_judge, projection_judge, shard_judge, value_flow, verify
 from roamc.graph.memory import build_memory, kept_memory
@@ -219,7 +219,7 @@ class Runner:
     def _run(self, each: Pass, state: State, decision: Any) -> State:
         """Run one pass; with None for ``decision`` it decides, or the plan does."""
         begun = time.perf_counter()
-        progress.say(each.name)
+        ticker.say(each.name)
         memory = build_memory(state.graph)
         if decision is None:
             decision = self._decision(each, state.graph)

@@ -1,15 +1,17 @@
-"""Progress on stderr: nothing for two seconds, nothing at all where stderr is not a terminal."""
+"""Progress of a command on stderr: nothing for two seconds, then a live line on a terminal, elsewhere one every 5 s."""
 
 from __future__ import annotations
 
-import threading
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-DELAY = 2.0
-"""Seconds before anything is shown."""
+from roamc.ticker import Ticker, is_on, write_line
+from roamc.units import Seconds
+
+LIVE: Seconds = 0.1
+"""Between two looks at what is being done, on a terminal."""
 
 
 class Stages:
@@ -29,31 +31,31 @@ class Stages:
         columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
         if steps is not None:
             columns[2:2] = [BarColumn(), MofNCompleteColumn()]
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._live = console.is_terminal
+        self._progress = Progress(*columns, console=console, transient=True, disable=not self._live)
         self._task = self._progress.add_task(text, total=steps)
-        self._lock = threading.Lock()
-        self._ended = False
-        self._timer = threading.Timer(DELAY, self._show)
-        self._timer.daemon = True
+        self._steps = "" if steps is None else f" of {steps}"
+        self._ticker = Ticker(text, self._show, LIVE if self._live else None)
 
     def __enter__(self) -> Stages:
-        if not self._progress.disable:
-            self._timer.start()
+        if is_on():
+            self._ticker.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._timer.cancel()
-        with self._lock:
-            self._ended = True
-            self._progress.stop()
+        self._ticker.__exit__(kind, error, traceback)
+        self._progress.stop()
 
     def now(self, text: str, done: int | None = None) -> None:
         """Show ``text`` as what is being done now, and ``done`` as the number of steps that are done; None keeps it."""
-        self._progress.update(self._task, description=text, completed=done)
+        self._progress.update(self._task, completed=done)
+        self._ticker.now(text if done is None or self._live else f"{text}, {done}{self._steps}")
 
-    def _show(self) -> None:
-        with self._lock:
-            if not self._ended:
-                self._progress.start()
+    def _show(self, text: str) -> None:
+        if self._live:
+            self._progress.update(self._task, description=text)
+            self._progress.start()
+        else:
+            write_line(f"{text} ({self._ticker.seconds:.0f} s)")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import roamc
-from roamc import files, progress
+from roamc import files, ticker
 from roamc.codegen import group_judge
 from roamc.operators.gpu import fused_kernel, here, kept, tuning
 from roamc.operators.gpu.fused_kernel import FusedKernel
@@ -259,7 +259,7 @@ def test_timing_ends_and_kernels_that_move_most_come_first(gpu: Gpu, monkeypatch
     monkeypatch.setattr(tuning, "clock", lambda: float(next(now)))
     groups = [group(rows=64), group(rows=128), group(rows=192)]
     said: list[str] = []
-    with progress.listening(said.append):
+    with ticker.listening(said.append):
         tuning.tune(groups)
     assert said == ["timing kernel 1 of 3"]
     assert [shape_of(one.text) for one in groups] == [FIRST, FIRST, FASTEST]

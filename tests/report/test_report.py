@@ -190,17 +190,34 @@ def test_no_colour_is_respected(explanation: Explanation, monkeypatch: pytest.Mo
     assert "\x1b[3" not in shown(explanation, force_terminal=True)
 
 
-def test_progress_is_silent_without_a_terminal(
+def test_progress_is_a_line_from_time_to_time_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roamc.report.progress.DELAY", 0.0)
+    monkeypatch.setenv("ROAMC_PROGRESS", "1")
+    monkeypatch.setattr("roamc.ticker.FIRST", 0.0)
+    monkeypatch.setattr("roamc.ticker.EVERY", 0.01)
+    with Stages("waiting", 3) as stages:
+        time.sleep(0.3)
+        stages.now("waiting on", 1)
+        time.sleep(0.3)
+    lines = capsys.readouterr()
+    assert lines.out == ""
+    assert lines.err.startswith("waiting (0 s)\n")
+    assert lines.err.endswith("waiting on, 1 of 3 (1 s)\n")
+
+
+def test_progress_of_a_short_command_is_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROAMC_PROGRESS", "1")
     with Stages("waiting", 3) as stages:
         stages.now("waiting", 1)
     assert capsys.readouterr() == ("", "")
 
 
 def test_progress_is_shown_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roamc.report.progress.DELAY", 0.0)
+    monkeypatch.setenv("ROAMC_PROGRESS", "1")
+    monkeypatch.setattr("roamc.ticker.FIRST", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     with Stages("waiting") as stages:
         time.sleep(0.3)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from roamc import progress
+from roamc import ticker
 from roamc.compat import without_modes
 from roamc.graph import TrainGraph, operators, placeholders, tensors_of
 from roamc.interruptions import interruption
@@ -88,7 +88,7 @@ def _timed(groups: dict[str, FusedKernel], machine: Machine, device: torch.devic
             if clock() - begun >= PATIENCE:
                 log.info("%d of %d kernels were not timed yet", len(groups) - number, len(groups))
                 break
-            progress.say(f"timing kernel {number + 1} of {len(groups)}")
+            ticker.say(f"timing kernel {number + 1} of {len(groups)}")
             shape = fastest(group, device)
             if shape is not None:
                 shapes[key] = shape
