@@ -28,7 +28,8 @@ from roamc.version import __version__
 
 if TYPE_CHECKING:
     from roamc import optim
-    from roamc.frontends.max_batch import Fit, max_batch
+    from roamc.frontends.largest import Fit
+    from roamc.frontends.max_batch import max_batch
     from roamc.frontends.optimize import optimize, plan, plans, train_step
     from roamc.frontends.train_step import TrainStep
     from roamc.graph.keep import keep
@@ -64,7 +65,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Fit": "roamc.frontends.max_batch",
+    "Fit": "roamc.frontends.largest",
     "Options": "roamc.options",
     "Plan": "roamc.planning.plan",
     "TrainStep": "roamc.frontends.train_step",

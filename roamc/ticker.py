@@ -50,6 +50,18 @@ def say(text: str) -> None:
         listener(text)
 
 
+@contextlib.contextmanager
+def part(of: str) -> Iterator[None]:
+    """Say ``of``, and within this context put it in front of the text of each :func:`say`."""
+    listener = _LISTENER.get()
+    if listener is None:
+        yield
+        return
+    listener(of)
+    with listening(lambda text: listener(f"{of}, {text}")):
+        yield
+
+
 class Ticker:
     """A context manager that calls a function from time to time, from a thread of its own, until the context ends.
 

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from roamc import compat
-from roamc.errors import BudgetError, CaptureError, OptionError
+from roamc import compat, ticker
+from roamc.budget import Budget
+from roamc.errors import CaptureError, OptionError
 from roamc.frontends import workload
+from roamc.frontends.largest import Fit, Largest
 from roamc.graph import TrainGraph
-from roamc.planning import together
-from roamc.planning.plan import Plan
-from roamc.planning.planned import SMALLER
+from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.search import options_of
+from roamc.units import format_bytes
 
 
-@dataclass(frozen=True)
-class Fit:
-    """The largest size whose plan fits the budget.
-
-    Attributes:
-        size: the size.
-        plan: the plan of the step of this size.
-        too_large: the smallest size that was tried and does not fit; None if all sizes tried fit.
-    """
-
-    size: int
-    plan: Plan
-    too_large: int | None
-
-
+@older_objects_left_alone()
 def max_batch(
     make: Callable[[int], tuple[Any, ...]],
     memory_budget: int | str,
@@ -41,20 +28,24 @@ def max_batch(
     smallest: int = 1,
     largest: int = 1 << 20,
     forward_backward: bool = False,
+    recomputation: bool = True,
     **options: Any,
 ) -> Fit:
     """Find the largest ``size`` for which a plan of ``make(size)`` fits ``memory_budget``. Nothing runs.
 
-    Sizes are doubled while they fit, then bisected; this assumes that every size below one that fits also fits.
+    Few sizes are planned, see :mod:`roamc.frontends.largest`; the search takes it that every size below one that fits
+    also fits. A step at the limit of a budget may recompute much: see ``added_share`` of the answer.
 
     Args:
         make: called on the meta device, where tensors take no memory; returns ``(model, inputs)``,
             ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)`` for a batch size, sequence length or
             other dimension ``size``.
         memory_budget: bytes, or "device"; see the option of that name.
-        smallest: first size to try. Some models, such as those with batch norm, cannot run with 1.
+        smallest: the smallest size that is an answer. Some models, such as those with batch norm, cannot run with 1.
         largest: largest size to try.
         forward_backward: plan without the optimizer's update, as for ``torch.compile``.
+        recomputation: whether operators may run again and values be encoded to keep the budget, which takes time. Without
+            it, the answer is what fits at no cost in time.
         options: see :class:`roamc.options.Options`.
 
     Raises:
@@ -68,29 +59,29 @@ def max_batch(
         raise CaptureError(
             f"max_batch takes a function of a size that returns (model, inputs, ...), not {type(make).__name__}"
         )
-    if parsed.memory_budget is None or (isinstance(parsed.memory_budget, str) and parsed.memory_budget != "device"):
-        raise OptionError(f"max_batch needs a memory_budget in bytes, or 'device', not {memory_budget!r}")
+    check_budget(parsed.memory_budget)
     _check_size("smallest", smallest, 1)
     _check_size("largest", largest, smallest)
 
-    def plan_of(size: int) -> Plan:
+    def captured(size: int) -> TrainGraph:
         with torch.device("meta"):
             returned = make(size)
-        quick = size > smallest  # the error for the smallest size says what it needs; of others none is shown
-        return together.alone(_captured(returned, forward_backward), parsed, quick=quick).plan
+        return _captured(returned, forward_backward)
 
-    try:
-        first = plan_of(smallest)
-    except BudgetError as error:
-        why = str(error).removesuffix(SMALLER)
-        raise BudgetError(f"not even size {smallest}, the smallest that is tried, fits: {why}", error.plan) from None
-    fit = _search(plan_of, Fit(smallest, first, None), largest)
-    if fit.size > smallest and fit.plan.fingerprint == first.fingerprint:
-        raise CaptureError(
-            f"the step does not grow with its size: sizes {smallest} and {fit.size} give the same one; let the "
-            "function make the inputs of the size that it is called with"
-        )
-    return fit
+    limit = parsed.memory_budget
+    budget = format_bytes(limit) if isinstance(limit, int) else limit
+    with ticker.working(f"looking for the largest size for {budget}", "", f"found the largest size for {budget}"):
+        return Largest(captured, parsed, smallest, largest, recomputation).run()
+
+
+def check_budget(budget: Budget | None) -> None:
+    """Refuse a budget that limits no batch.
+
+    Raises:
+        OptionError: its bytes grow with the step, or there is none.
+    """
+    if budget is None or (isinstance(budget, str) and budget != "device"):
+        raise OptionError(f"max_batch needs a memory_budget in bytes, or 'device', not {budget!r}")
 
 
 def _check_size(name: str, size: object, least: int) -> None:
@@ -111,19 +102,3 @@ def _captured(returned: Any, forward_backward: bool) -> TrainGraph:
         )
     named = replace(unnamed, name=type(returned[0]).__name__)
     return workload.capture(named, forward_backward=forward_backward)
-
-
-def _search(plan_of: Callable[[int], Plan], fit: Fit, largest: int) -> Fit:
-    """Search from ``fit``, which fits, the largest size up to ``largest`` that does."""
-
-    def tried(size: int) -> Fit:
-        try:
-            return Fit(size, plan_of(size), fit.too_large)
-        except BudgetError:
-            return replace(fit, too_large=size)
-
-    while fit.size < largest and fit.too_large is None:
-        fit = tried(min(2 * fit.size, largest))
-    while fit.too_large is not None and fit.too_large - fit.size > 1:
-        fit = tried((fit.size + fit.too_large) // 2)
-    return fit

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -164,6 +165,11 @@ class PlanSearch:
             OptionError: a share of eager's bytes is less than one byte.
         """
         return terms_of(self._start.graph, asked, self._maker.eager_needs)
+
+    @property
+    def fingerprint(self) -> str:
+        """The hash of the captured graph that is that of the plans."""
+        return self._maker.fingerprint
 
     @property
     def has_reruns(self) -> bool:
@@ -374,6 +380,15 @@ class PlanSearch:
         """Return a lower bound of the live bytes for any order in which nothing runs again; 0 without reorder."""
         ordered = self._in_order(terms).decisions.get(reorder.NAME)
         return ordered.bound_bytes if ordered else 0
+
+    def least_bytes(self, limit: Bytes) -> Bytes:
+        """Return a lower bound of what any plan for the terms of the options needs, to within 1/10000 of ``limit``.
+
+        It proves at once that a budget is out of reach; plans need about 1.00 to 1.05 times as much.
+        """
+        if self.terms.limit is None or not self.has_reruns:
+            return self._least(self.terms)
+        return self.choice.least_bytes(sys.float_info.max, self._maker.eager_needs, limit // 10_000)
 
     def _in_order(self, terms: Terms) -> State:
         """Return the state in which nothing runs again and operators are ordered, the same for all limits in bytes."""

@@ -93,18 +93,25 @@ def alone(graph: TrainGraph, options: Options, meeting: Sequence[str] = (), *, q
     Raises:
         RoamcError: as :func:`roamc.planning.search.run` raises.
     """
+    return search.run(as_alone(graph, options, meeting), options, quick=quick)
+
+
+def as_alone(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> TrainGraph:
+    """Return the graph that :func:`alone` plans. Where :func:`run` would ask others, it notes that none was asked.
+
+    Arguments are those of :func:`alone`.
+    """
     groups = [group for group in groups_of(graph, options, meeting) if not is_planned_for(group)]
     if not groups:
-        return search.run(graph, options, quick=quick)
-    again = [group for group in groups if group not in meeting]
-    planned = search.run(with_same_plan(graph, again), options, quick=quick)
+        return graph
     same = ", options and free memory" if options.memory_budget == "device" else " and options"
     numbers = sorted({number for group in groups for number in numbers_in(group)})
     note = (
         f"planned without asking the other ranks: a step of {in_words(numbers)} takes this plan if all of them have "
         f"the same graph{same}"
     )
-    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, notes=(*planned.plan.notes, note)))
+    graph = graph.replace(notes=(*graph.notes, note))
+    return with_same_plan(graph, [group for group in groups if group not in meeting])
 
 
 @contextlib.contextmanager

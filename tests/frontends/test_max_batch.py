@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -126,3 +128,67 @@ def test_what_makes_the_model_is_a_function() -> None:
 def test_a_model_is_no_function_of_a_size() -> None:
     with pytest.raises(CaptureError, match=r"takes a function of a size .* not Linear"):
         roamc.max_batch(nn.Linear(2, 2), 1000)
+
+
+def made_of(widths: list[int]) -> Any:
+    """A function that makes a model of layers of these widths for a size."""
+
+    def make(size: int) -> tuple[nn.Module, tuple[Tensor], object]:
+        parts = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())]
+        return nn.Sequential(*parts), (torch.empty(size, widths[0]),), loss
+
+    return make
+
+
+def plan_for(make: Any, size: int, budget: int | None) -> roamc.Plan:
+    with torch.device("meta"):
+        model, batch, _ = make(size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return roamc.plan(model, *batch, loss_fn=loss, optimizer=optimizer, memory_budget=budget)
+
+
+@pytest.mark.parametrize("recomputation", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_same_answer_as_every_size_tried(seed: int, recomputation: bool) -> None:
+    dice = random.Random(seed)
+    made = made_of([dice.randrange(1, 48) for _ in range(dice.randrange(2, 5))])
+    first = dice.randrange(20, 200)
+    last = first + 9
+    needs = plan_for(made, first + dice.randrange(8), None).needed_bytes
+    budget = needs if recomputation is False else needs * dice.randrange(95, 100) // 100
+
+    def fits(size: int) -> bool:
+        try:
+            return plan_for(made, size, budget if recomputation else None).needed_bytes <= budget
+        except BudgetError:
+            return False
+
+    sizes = [size for size in range(first, last + 1) if fits(size)]
+    if not sizes:
+        with pytest.raises(BudgetError, match=f"not even size {first}"):
+            roamc.max_batch(made, budget, smallest=first, largest=last, recomputation=recomputation)
+        return
+    fit = roamc.max_batch(made, budget, smallest=first, largest=last, recomputation=recomputation)
+    assert fit.size in sizes
+    assert sizes == list(range(first, fit.size + 1)), "smaller sizes than one that fits do not fit: another seed"
+    assert fit.too_large == (fit.size + 1 if fit.size < last else None)
+
+
+def test_few_sizes_are_planned() -> None:
+    fit = roamc.max_batch(make, 20_000_000)
+    assert len(fit.planned) <= 4
+    assert len(fit.tried) <= 8
+    assert fit.size > 1_000
+    assert fit.too_large == fit.size + 1
+
+
+def test_without_recomputation_nothing_runs_again() -> None:
+    budget = 600_000
+    fit, free = roamc.max_batch(make, budget), roamc.max_batch(make, budget, recomputation=False)
+    assert free.size < fit.size
+    assert fit.added_share > 0
+    assert free.added_share == 0
+    assert free.plan.added_seconds == 0
+    assert plan_for(make, free.size, None).needed_bytes <= budget < plan_for(make, free.size + 1, None).needed_bytes
+    with pytest.raises(BudgetError, match=r"not even size 1, .* Sequential needs .* without recomputation, above 1 kB"):
+        roamc.max_batch(make, "1kB", recomputation=False)

@@ -1,0 +1,226 @@
+"""The search for the largest size whose step fits a budget, with few plans.
+
+A plan takes seconds, the lower bound of what any plan needs milliseconds once the step is captured, and both grow nearly
+evenly with the size. So the bounds of two sizes say where to look; a plan that is refused there says by how much plans
+lie above their bounds, and where to look next:
+
+    size 8   bound 0.57 GB          as the size: 13
+    size 13  bound 0.83 GB          a power of the size, through both: 16
+    size 16  bound 0.99 GB, needs 1.03 GB, refused     plans need 1.04 times their bound: 15
+    size 15  fits 1 GB              16 is refused: 15 is the largest
+
+What counts is proved: a plan of the answer, and of the next size that its bound is above the budget or no plan was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+from roamc import ticker
+from roamc.errors import BudgetError, CaptureError
+from roamc.graph import TrainGraph
+from roamc.options import Options
+from roamc.planning import together
+from roamc.planning.plan import Plan
+from roamc.planning.planned import SMALLER
+from roamc.planning.search import PlanSearch
+from roamc.units import Bytes, format_bytes
+
+BEGIN = 8
+"""The first size to look at, in multiples of the smallest: steps of very few rows have other peaks."""
+
+GROWTH = 16
+"""Times the largest size so far, at most, for the next one: where bytes hardly grow yet, lines end anywhere."""
+
+EXACT = 1e-6
+"""What a size is rounded up by: a power may miss a whole number by its last bits."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest size whose plan fits the budget.
+
+    Attributes:
+        size: the size.
+        plan: the plan of the step of this size.
+        too_large: the smallest size that was tried and does not fit; None if all sizes tried fit.
+        tried: the sizes that were looked at, in that order.
+        planned: those of them of which a plan was made; of the others a bound was enough.
+    """
+
+    size: int
+    plan: Plan
+    too_large: int | None
+    tried: tuple[int, ...] = ()
+    planned: tuple[int, ...] = ()
+
+    @property
+    def added_share(self) -> float:
+        """The predicted time that recomputation and codecs add to a step, as a share of it."""
+        return self.plan.added_seconds / self.plan.step_seconds if self.plan.step_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a captured step of one size says before it is planned: lower bound of its bytes, budget, and fingerprint."""
+
+    least: Bytes
+    limit: Bytes
+    fingerprint: str
+
+
+@dataclass
+class Largest:
+    """A search; call :meth:`run` once.
+
+    Attributes:
+        captured: captures the step of a size.
+        options: what the user set; the budget does not depend on the step.
+        smallest: the first size that counts.
+        largest: the last one.
+        recomputation: whether operators may run again and values be encoded.
+    """
+
+    captured: Callable[[int], TrainGraph]
+    options: Options
+    smallest: int
+    largest: int
+    recomputation: bool = True
+    _looks: dict[int, _Look] = field(default_factory=dict)
+    _planned: list[int] = field(default_factory=list)
+    _answers: list[bool] = field(default_factory=list)  # whether the planned sizes fit
+    _trials: tuple[int, PlanSearch] | None = None
+    _fit: Plan | None = None
+    _seen: int = 0  # sizes that had been looked at when one was planned last
+    _factor: float = 1.0  # plans need about this multiple of their bounds
+
+    def __post_init__(self) -> None:
+        self._low, self._high = self.smallest - 1, self.largest + 1  # fits; does not fit
+
+    def run(self) -> Fit:
+        """Return the largest size whose plan fits the budget.
+
+        Raises:
+            BudgetError: not even the smallest size fits.
+            CaptureError: all sizes give the same step.
+        """
+        while self._high - self._low > 1:
+            size = self._guess()
+            if size in self._looks:
+                self._plan(size)
+            else:
+                self._look(size)
+        if self._fit is None:
+            raise self._nothing()
+        self._check_growth(self._fit)
+        too_large = self._high if self._high <= self.largest else None
+        return Fit(self._low, self._fit, too_large, tuple(self._looks), tuple(self._planned))
+
+    def _search(self, size: int) -> PlanSearch:
+        """The search for plans of the step of a size; that of the size before is dropped."""
+        if self._trials is None or self._trials[0] != size:
+            ticker.say(f"size {size}")
+            options = self.options if self.recomputation else replace(self.options, memory_budget=None)
+            graph = together.as_alone(self.captured(size), options)
+            self._trials = size, PlanSearch(graph, options, many=not self.recomputation)
+        return self._trials[1]
+
+    def _limit(self, search: PlanSearch) -> Bytes:
+        limit = search.terms_of(self.options.memory_budget).limit
+        assert limit is not None  # max_batch takes no other budget
+        return limit
+
+    def _look(self, size: int) -> None:
+        """Capture the step of a size, and note what is known of it before it is planned."""
+        with ticker.part(self._so_far(f"looking at {size}")):
+            search = self._search(size)
+            limit = self._limit(search)
+            look = self._looks[size] = _Look(search.least_bytes(limit), limit, search.fingerprint)
+        if look.least > look.limit:
+            self._high = min(size, self._high)
+
+    def _plan(self, size: int) -> None:
+        """Plan the step of a size, and note whether it fits."""
+        look = self._looks[size]
+        with ticker.part(self._so_far(f"trying {size}")):
+            try:
+                plan = self._search(size).run(quick=True).plan
+            except BudgetError as error:
+                plan = error.plan
+        fits = plan.needed_bytes <= look.limit
+        if fits:
+            self._low, self._fit = size, plan
+            self._factor = min(self._factor, look.limit / max(1, look.least))
+        else:
+            self._high = size
+            self._factor = plan.needed_bytes / max(1, look.least)
+        self._seen = len(self._looks)
+        self._planned.append(size)
+        self._answers.append(fits)
+
+    def _so_far(self, then: str) -> str:
+        if self._fit is None:
+            return then
+        return f"size {self._low} fits: {format_bytes(self._fit.needed_bytes)}; {then}"
+
+    def _over(self, size: int) -> float:
+        """The bytes that a size is guessed to need, as a multiple of the budget: above 1 where it does not fit."""
+        look = self._looks[size]
+        return max(1, look.least) * self._factor / look.limit
+
+    def _guess(self) -> int:
+        """The size that is guessed to be the largest that fits, of those of which it is not known.
+
+        Where plans gave the same answer several times in turn, the steps grow.
+        """
+        size = self._crossing() if self._looks else BEGIN * self.smallest
+        last = self._answers[-1:]
+        turn = len(list(takewhile(lambda answer: [answer] == last, reversed(self._answers))))
+        if turn:
+            step = 1 << (turn - 1)
+            size = max(size, self._low + step) if last[0] else min(size, self._high - step)
+        return max(self._low + 1, min(size, self._high - 1))
+
+    def _crossing(self) -> int:
+        """Where bytes as a power of the size, through two sizes, cross the budget.
+
+        The two are the last below the budget and the first above it, or else the nearest. Halfway between those, by
+        factors, where three sizes in turn lay on the same side, as where sizes are rounded up to others.
+        """
+        sizes = sorted(self._looks)
+        below = [size for size in sizes if self._over(size) <= 1]
+        above = [size for size in sizes if self._over(size) > 1]
+        one, other = (below[-1], above[0]) if below and above else ((below or above[:2])[-2:] * 2)[:2]
+        sides = [size in above for size in list(self._looks)[self._seen :]]
+        if below and above and len(sides) > 2 and len(set(sides[-3:])) == 1:
+            return int(math.sqrt(one * other))
+        power = 1.0
+        if one != other:
+            power = math.log(self._over(other) / self._over(one)) / math.log(other / one)
+        most = GROWTH * sizes[-1]
+        wanted = -math.log(self._over(other)) / power if power > 0 else math.inf
+        return most if wanted > math.log(GROWTH) else int(other * math.exp(wanted) + EXACT)
+
+    def _nothing(self) -> BudgetError:
+        """The error that not even the smallest size fits."""
+        try:
+            plan = self._search(self.smallest).run().plan
+        except BudgetError as error:
+            plan, why = error.plan, str(error).removesuffix(SMALLER)
+        else:
+            needed, limit = plan.needed_bytes, self._looks[self.smallest].limit
+            why = f"{plan.name} needs {format_bytes(needed)} without recomputation, above {format_bytes(limit)}"
+        return BudgetError(f"not even size {self.smallest}, the smallest that is tried, fits: {why}", plan)
+
+    def _check_growth(self, plan: Plan) -> None:
+        """Refuse a step that is the same for the answer as for the smallest size."""
+        if self._low == self.smallest or any(look.fingerprint != plan.fingerprint for look in self._looks.values()):
+            return
+        if self._search(self.smallest).fingerprint == plan.fingerprint:
+            raise CaptureError(
+                f"the step does not grow with its size: sizes {self.smallest} and {self._low} give the same one; let the "
+                "function make the inputs of the size that it is called with"
+            )
