@@ -1,4 +1,4 @@
-"""The command line: ``roamc plan``, ``explain``, ``layout``, ``calibrate``, ``models`` and ``demo``.
+"""The command line: ``roamc plan``, ``explain``, ``max-batch``, ``layout``, ``calibrate``, ``models`` and ``demo``.
 
 Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-budget``, or the
 layout ``--capacity``.
@@ -33,6 +33,7 @@ from roamc.units import parse_bytes
 from roamc.version import __version__
 
 if TYPE_CHECKING:  # each command imports what it runs: help and errors of usage do without torch
+    from roamc.frontends.largest import Fit
     from roamc.report.explain import Explanation
     from roamc.report.kernels import KernelReport
 
@@ -188,6 +189,46 @@ def explain(
             typer.echo(printed(report.graph), nl=False)
 
 
+@app.command(name="max-batch")
+@asking
+def largest_size(
+    asked: Asked, as_json: Json = False, debug: Debug = False,
+    size: Annotated[
+        str, typer.Option("--size", metavar="NAME", help="What to look for: batch, seq, or any other setting of the "
+                          "model or argument of the function that is a whole number."),
+    ] = "batch",
+    smallest: Annotated[int, typer.Option("--smallest", min=1, help="The smallest value.")] = 1,
+    largest: Annotated[int, typer.Option("--largest", min=1, help="The largest value.")] = 1 << 20,
+    recomputation: Annotated[
+        bool,
+        typer.Option("--recomputation/--no-recomputation", help="Whether operators may run again and values be encoded "
+                     "to keep the budget, which takes time."),
+    ] = True,
+) -> None:  # fmt: skip
+    """Find the largest batch whose training step fits a memory budget, from a few plans. Exit code 2 if none fits.
+
+    Functions of files are called on the meta device. Example: roamc max-batch gpt2 --device cuda --memory-budget 38GB
+    """
+    with _reported(debug, as_json):
+        if len(asked.budgets) > 1:
+            raise OptionError("max-batch takes one --memory-budget")
+        if asked.request.sizes.get(size) is not None:
+            raise OptionError(f"--{size} is what max-batch looks for: leave it out")
+        budget, number = (asked.budgets or (None,))[0], _stage_number(asked.stage)
+        request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
+        with Stages(f"building {request.target}") as stages:
+            from roamc.cli.request import largest as search
+            from roamc.report.text import show_plan
+
+            fit = search(request, size, (smallest, largest), recomputation=recomputation, say=stages.now)
+        if as_json:
+            more = {"what": size, "added_share": fit.added_share, "fits": True, "plan": fit.plan.to_dict(seconds=True)}
+            _print_json({**dataclasses.asdict(fit), **more})
+        else:
+            typer.echo(_in_words(fit, size, recomputation))
+            show_plan(console(), fit.plan)
+
+
 @app.command()
 def layout(
     file: Annotated[
@@ -329,6 +370,14 @@ def demo(
 def main() -> None:
     """Run the command line on ``sys.argv`` and end the process with its exit code."""
     app(prog_name="roamc")
+
+
+def _in_words(fit: Fit, size: str, recomputation: bool) -> str:
+    """The answer of ``max-batch`` in one line."""
+    limit = "no larger one was tried" if fit.too_large is None else f"{fit.too_large} does not fit"
+    cost = f"recomputation adds {fit.added_share:.1%} to a step" if recomputation else "nothing is recomputed"
+    looks = f"{len(fit.tried)} sizes looked at, {len(fit.planned)} planned"
+    return f"{fit.plan.name}: the largest {size} that fits is {fit.size}; {limit}; {cost} ({looks})"
 
 
 def _several(request: Request, budgets: tuple[str, ...], save: Path | None, as_json: bool) -> None:

@@ -24,6 +24,8 @@ from roamc.codegen.source import emit
 from roamc.cost import GENERIC, load_profile, step_seconds
 from roamc.errors import BudgetError, OptionError, nearest
 from roamc.frontends.arguments import check_clip
+from roamc.frontends.largest import Fit, Largest
+from roamc.frontends.max_batch import check_budget, check_sizes
 from roamc.frontends.mesh import Mesh, check_tokens, noted, notes_on, on_mesh, parse_mesh, running_split
 from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings
 from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, parse_setting
@@ -144,6 +146,44 @@ def _stage_plan(request: Request, graph: TrainGraph, options: Options, seconds: 
     plan = _of_mesh(planned, request, mesh_of(request)).plan
     profile = load_profile(main_device(planned.graph), options.profile)
     return StagePlan(stage, plan, step_seconds(planned.graph, profile), fits=True)
+
+
+def largest(
+    request: Request, size: str, limits: tuple[int, int], *, recomputation: bool, say: Say = lambda stage: None
+) -> Fit:
+    """Find the largest value of a size, such as the batch, for which the step of ``request`` fits its budget.
+
+    Args:
+        request: the model and the options; functions of files are called on the meta device.
+        size: name of a setting of the model or argument of the function.
+        limits: the smallest and the largest value.
+        recomputation: whether operators may run again and values be encoded.
+        say: called with a few words on what is being done.
+
+    Raises:
+        OptionError: an unknown model, setting, optimizer or option, the size among them; or a budget that limits none.
+        CaptureError: the step cannot be captured, or does not grow with the size.
+        BudgetError: not even the smallest fits.
+    """
+    options, mesh = options_of(request), mesh_of(request)
+    check_budget(options.memory_budget)
+    smallest, most = check_sizes(*limits)
+
+    def sized(number: int) -> Request:
+        return dataclasses.replace(request, sets=(*request.sets, f"{size}={number}"), meta=True)
+
+    def captured(number: int) -> TrainGraph:
+        try:
+            return _captured(sized(number), options, mesh, ticker.say)[0]
+        except OptionError as error:
+            hint = "; --size names the one to look for" if f" {size!r}" in str(error) else ""
+            raise OptionError(f"{error}{hint}") from None
+
+    search = Largest(captured, options, smallest, most, recomputation)
+    with mesh.planned_for(), ticker.listening(say):
+        fit = search.run()
+    assert search.answer is not None  # else there is an error
+    return dataclasses.replace(fit, plan=_of_mesh(search.answer, sized(fit.size), mesh).plan)
 
 
 def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:

@@ -24,8 +24,9 @@ from roamc.errors import BudgetError, CaptureError
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.planning import together
+from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.plan import Plan
-from roamc.planning.planned import SMALLER
+from roamc.planning.planned import SMALLER, Planned
 from roamc.planning.search import PlanSearch
 from roamc.units import Bytes, format_bytes
 
@@ -82,6 +83,7 @@ class Largest:
         smallest: the first size that counts.
         largest: the last one.
         recomputation: whether operators may run again and values be encoded.
+        answer: the graph and the plan of the largest size so far that fits.
     """
 
     captured: Callable[[int], TrainGraph]
@@ -93,13 +95,14 @@ class Largest:
     _planned: list[int] = field(default_factory=list)
     _answers: list[bool] = field(default_factory=list)  # whether the planned sizes fit
     _trials: tuple[int, PlanSearch] | None = None
-    _fit: Plan | None = None
+    answer: Planned | None = None
     _seen: int = 0  # sizes that had been looked at when one was planned last
     _factor: float = 1.0  # plans need about this multiple of their bounds
 
     def __post_init__(self) -> None:
         self._low, self._high = self.smallest - 1, self.largest + 1  # fits; does not fit
 
+    @older_objects_left_alone()
     def run(self) -> Fit:
         """Return the largest size whose plan fits the budget.
 
@@ -113,16 +116,15 @@ class Largest:
                 self._plan(size)
             else:
                 self._look(size)
-        if self._fit is None:
+        if self.answer is None:
             raise self._nothing()
-        self._check_growth(self._fit)
+        self._check_growth(self.answer.plan)
         too_large = self._high if self._high <= self.largest else None
-        return Fit(self._low, self._fit, too_large, tuple(self._looks), tuple(self._planned))
+        return Fit(self._low, self.answer.plan, too_large, tuple(self._looks), tuple(self._planned))
 
     def _search(self, size: int) -> PlanSearch:
         """The search for plans of the step of a size; that of the size before is dropped."""
         if self._trials is None or self._trials[0] != size:
-            ticker.say(f"size {size}")
             options = self.options if self.recomputation else replace(self.options, memory_budget=None)
             graph = together.as_alone(self.captured(size), options)
             self._trials = size, PlanSearch(graph, options, many=not self.recomputation)
@@ -147,24 +149,25 @@ class Largest:
         look = self._looks[size]
         with ticker.part(self._so_far(f"trying {size}")):
             try:
-                plan = self._search(size).run(quick=True).plan
+                planned = self._search(size).run(quick=True)
+                needed = planned.plan.needed_bytes
             except BudgetError as error:
-                plan = error.plan
-        fits = plan.needed_bytes <= look.limit
+                needed = error.plan.needed_bytes
+        fits = needed <= look.limit
         if fits:
-            self._low, self._fit = size, plan
+            self._low, self.answer = size, planned
             self._factor = min(self._factor, look.limit / max(1, look.least))
         else:
             self._high = size
-            self._factor = plan.needed_bytes / max(1, look.least)
+            self._factor = needed / max(1, look.least)
         self._seen = len(self._looks)
         self._planned.append(size)
         self._answers.append(fits)
 
     def _so_far(self, then: str) -> str:
-        if self._fit is None:
+        if self.answer is None:
             return then
-        return f"size {self._low} fits: {format_bytes(self._fit.needed_bytes)}; {then}"
+        return f"size {self._low} fits: {format_bytes(self.answer.plan.needed_bytes)}; {then}"
 
     def _over(self, size: int) -> float:
         """The bytes that a size is guessed to need, as a multiple of the budget: above 1 where it does not fit."""

@@ -15,12 +15,10 @@ from roamc.errors import CaptureError, OptionError
 from roamc.frontends import workload
 from roamc.frontends.largest import Fit, Largest
 from roamc.graph import TrainGraph
-from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.search import options_of
 from roamc.units import format_bytes
 
 
-@older_objects_left_alone()
 def max_batch(
     make: Callable[[int], tuple[Any, ...]],
     memory_budget: int | str,
@@ -60,8 +58,7 @@ def max_batch(
             f"max_batch takes a function of a size that returns (model, inputs, ...), not {type(make).__name__}"
         )
     check_budget(parsed.memory_budget)
-    _check_size("smallest", smallest, 1)
-    _check_size("largest", largest, smallest)
+    check_sizes(smallest, largest)
 
     def captured(size: int) -> TrainGraph:
         with torch.device("meta"):
@@ -84,9 +81,20 @@ def check_budget(budget: Budget | None) -> None:
         raise OptionError(f"max_batch needs a memory_budget in bytes, or 'device', not {budget!r}")
 
 
-def _check_size(name: str, size: object, least: int) -> None:
+def check_sizes(smallest: object, largest: object) -> tuple[int, int]:
+    """Return the limits of the sizes that are looked for.
+
+    Raises:
+        OptionError: one is no whole number from 1 on, or the largest is below the smallest.
+    """
+    first = _checked_size("smallest", smallest, 1)
+    return first, _checked_size("largest", largest, first)
+
+
+def _checked_size(name: str, size: object, least: int) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < least:
         raise OptionError(f"{name} must be a whole number, at least {least}, not {size!r}")
+    return size
 
 
 def _captured(returned: Any, forward_backward: bool) -> TrainGraph:

@@ -1,0 +1,98 @@
+"""``roamc max-batch``: the largest batch, sequence or other size of a built-in model or a function of a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import roamc
+from roamc.cli.commands import app
+
+SMALL = ["--seq", "16", "--layers", "1", "--width", "32", "--heads", "4", "--vocab", "64"]
+
+FILE = """
+import torch
+from torch import nn
+
+def make(batch, width=16):
+    model = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width))
+    assert model[0].weight.is_meta
+    return model, torch.empty(batch, width), lambda model, x: model(x).square().mean()
+
+def without():
+    return nn.Linear(2, 2), torch.empty(2, 2)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    """The result of a command line; it must end with ``code``."""
+    result = CliRunner().invoke(app, ["max-batch", *arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_batch_of_a_built_in_model() -> None:
+    first, *table = run("gpt", *SMALL, "--memory-budget", "700kB").stdout.splitlines()
+    assert first.startswith("gpt: the largest batch that fits is ")
+    assert " does not fit; recomputation adds " in first
+    assert table[0] == "plan of gpt"
+
+
+def test_json_is_what_plan_says_of_both_sizes() -> None:
+    found = json.loads(run("gpt", *SMALL, "--memory-budget", "700kB", "--device", "cuda", "--json").stdout)
+    assert found["what"] == "batch"
+    assert found["too_large"] == found["size"] + 1
+    assert found["fits"]
+    for size, code in ((found["size"], 0), (found["too_large"], 2)):
+        arguments = ["plan", "gpt", *SMALL, "--memory-budget", "700kB", "--device", "cuda", "--batch", str(size)]
+        assert CliRunner().invoke(app, arguments).exit_code == code
+
+
+def test_sequence_is_another_size() -> None:
+    small = ["--batch", "2", *SMALL[2:]]
+    found = run("gpt", *small, "--memory-budget", "2MB", "--size", "seq", "--largest", "40", "--no-recomputation")
+    first = found.stdout.splitlines()[0]
+    assert first.startswith("gpt: the largest seq that fits is 40; no larger one was tried; nothing is recomputed (")
+
+
+def test_function_of_a_file_is_called_on_the_meta_device(file: str) -> None:
+    found = json.loads(run(f"{file}:make", "--memory-budget", "100kB", "--json").stdout)
+    scope: dict[str, Any] = {}
+    exec(FILE, scope)
+    fit = roamc.max_batch(scope["make"], "100kB")
+    assert (found["size"], found["too_large"]) == (fit.size, fit.too_large)
+
+
+def test_mesh_halves_a_model() -> None:
+    budget = ["--memory-budget", "700kB", "--json"]
+    whole, half = (json.loads(run("gpt", *SMALL, *budget, *mesh).stdout) for mesh in ((), ("--mesh", "tp=2")))
+    assert half["size"] > whole["size"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["gpt", *SMALL, "--memory-budget", "20kB"], 2, "does not fit: not even size 1, the smallest that is tried, fits"),
+        (["gpt", "--memory-budget", "80%"], 1, "max_batch needs a memory_budget in bytes, or 'device', not '80%'"),
+        (["gpt"], 1, "max_batch needs a memory_budget in bytes"),
+        (["gpt", "--memory-budget", "1GB", "--batch", "2"], 1, "--batch is what max-batch looks for: leave it out"),
+        (["gpt", "--memory-budget", "1GB", "--memory-budget", "2GB"], 1, "max-batch takes one --memory-budget"),
+        (["gpt", "--memory-budget", "1GB", "--size", "baych"], 1, "gpt has no setting 'baych'; did you mean 'batch'?"),
+        (["gpt", "--memory-budget", "1GB", "--smallest", "4", "--largest", "3"], 1, "largest must be a whole number, at"),
+        (["FILE:without", "--memory-budget", "1GB"], 1, "has no argument 'batch'. It has none; --size names the one to"),
+    ],
+)  # fmt: skip
+def test_errors_say_what_to_do(arguments: list[str], code: int, said: str, file: str) -> None:
+    arguments = [argument.replace("FILE", file) for argument in arguments]
+    assert said in run(*arguments, code=code).stderr
