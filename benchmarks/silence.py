@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 COMMANDS = (
     "plan gpt",
@@ -71,7 +72,7 @@ def measure(command: Sequence[str]) -> Silence:
         times = [0.0, *(time.monotonic() - begun for _ in process.stderr)]
         code = process.wait()
     times.append(time.monotonic() - begun)
-    longest, at = max((after - before, before) for before, after in zip(times, times[1:], strict=False))
+    longest, at = max((after - before, before) for before, after in pairwise(times))
     return Silence(longest, at, times[-1], len(times) - 2, code)
 
 
@@ -85,9 +86,9 @@ def main() -> None:
     named = [[sys.executable, given.python]] if given.python else [[*roamc, *given.command]] if given.command else []
     for command in named or [[*roamc, *shlex.split(line)] for line in COMMANDS]:
         said = measure(command)
+        when = f"{said.longest:6.1f} s silent from {said.at:6.1f} s on, of {said.total:6.1f} s"
         print(
-            f"{said.longest:6.1f} s silent from {said.at:6.1f} s on, of {said.total:6.1f} s, {said.lines:3} lines, exit "
-            f"code {said.code}: {shlex.join(command[-len(command) + 1 :])}",
+            f"{when}, {said.lines:3} lines, exit code {said.code}: {shlex.join(command[1:])}",
             flush=True,
         )
 

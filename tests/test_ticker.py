@@ -108,9 +108,14 @@ def test_every_way_in_tells(way: str, capfd: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_no_line_comes_behind_an_error(error: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
     before = threading.active_count()
-    with pytest.raises(error), ticker.planning("Net", None):
-        time.sleep(0.1)
-        raise error
+
+    def plan() -> None:
+        with ticker.planning("Net", None):
+            time.sleep(0.1)
+            raise error
+
+    with pytest.raises(error):
+        plan()
     written = capsys.readouterr().err
     assert written
     assert "planned" not in written
@@ -165,9 +170,9 @@ def test_a_forked_child_leaves_the_context_in_silence() -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_closed_stderr_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for closed in (None, open(os.devnull, "w")):
-        if closed is not None:
-            closed.close()
+    with open(os.devnull, "w") as closed_file:
+        pass
+    for closed in (None, closed_file):
         monkeypatch.setattr("sys.stderr", closed)
         with ticker.planning("Net", None):
             time.sleep(0.05)

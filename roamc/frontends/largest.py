@@ -1,15 +1,15 @@
 """The search for the largest size whose step fits a budget, with few plans.
 
-A plan takes seconds, the lower bound of what any plan needs milliseconds once the step is captured, and both grow nearly
-evenly with the size. So the bounds of two sizes say where to look; a plan that is refused there says by how much plans
-lie above their bounds, and where to look next:
+A plan takes seconds; the lower bound of what any plan needs takes milliseconds once the step is captured, and grows
+nearly evenly with the size. So the bounds of two sizes say where to look; a plan that is refused there says by how much
+plans lie above their bounds, and where to look next:
 
     size 8   bound 0.57 GB          as the size: 13
     size 13  bound 0.83 GB          a power of the size, through both: 16
-    size 16  bound 0.99 GB, needs 1.03 GB, refused     plans need 1.04 times their bound: 15
+    size 16  bound 0.99 GB, needs 1.03 GB: refused      plans need 1.04 times their bounds: 15
     size 15  fits 1 GB              16 is refused: 15 is the largest
 
-What counts is proved: a plan of the answer, and of the next size that its bound is above the budget or no plan was found.
+There is a plan of the answer; of the next size the bound is above the budget, or its search for a plan found none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 from roamc import ticker
 from roamc.errors import BudgetError, CaptureError
@@ -131,7 +132,8 @@ class Largest:
         return self._trials[1]
 
     def _limit(self, search: PlanSearch) -> Bytes:
-        limit = search.terms_of(self.options.memory_budget).limit
+        budget = self.options.memory_budget
+        limit = None if budget is None else search.terms_of(budget).limit
         assert limit is not None  # max_batch takes no other budget
         return limit
 
@@ -152,7 +154,7 @@ class Largest:
                 planned = self._search(size).run(quick=True)
                 needed = planned.plan.needed_bytes
             except BudgetError as error:
-                needed = error.plan.needed_bytes
+                needed = _lowest(error).needed_bytes
         fits = needed <= look.limit
         if fits:
             self._low, self.answer = size, planned
@@ -212,7 +214,7 @@ class Largest:
         try:
             plan = self._search(self.smallest).run().plan
         except BudgetError as error:
-            plan, why = error.plan, str(error).removesuffix(SMALLER)
+            plan, why = _lowest(error), str(error).removesuffix(SMALLER)
         else:
             needed, limit = plan.needed_bytes, self._looks[self.smallest].limit
             why = f"{plan.name} needs {format_bytes(needed)} without recomputation, above {format_bytes(limit)}"
@@ -224,6 +226,13 @@ class Largest:
             return
         if self._search(self.smallest).fingerprint == plan.fingerprint:
             raise CaptureError(
-                f"the step does not grow with its size: sizes {self.smallest} and {self._low} give the same one; let the "
-                "function make the inputs of the size that it is called with"
+                f"the step does not grow with its size: sizes {self.smallest} and {self._low} give the same one; let "
+                "the function make the inputs of the size that it is called with"
             )
+
+
+def _lowest(error: BudgetError) -> Plan:
+    """The plan that an error of planning has."""
+    plan: Any = error.plan
+    assert isinstance(plan, Plan)
+    return plan

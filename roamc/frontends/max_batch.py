@@ -42,8 +42,8 @@ def max_batch(
         smallest: the smallest size that is an answer. Some models, such as those with batch norm, cannot run with 1.
         largest: largest size to try.
         forward_backward: plan without the optimizer's update, as for ``torch.compile``.
-        recomputation: whether operators may run again and values be encoded to keep the budget, which takes time. Without
-            it, the answer is what fits at no cost in time.
+        recomputation: whether operators may run again and values be encoded to keep the budget, which takes time.
+            Without it, the answer is what fits at no cost in time.
         options: see :class:`roamc.options.Options`.
 
     Raises:

@@ -35,6 +35,7 @@ from roamc.planning.plan import LARGEST, Plan
 from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
 from roamc.planning.planned import Planned, check_budget
+from roamc.planning.stopwatch import Stopwatch
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
 from roamc.units import Bytes, Seconds
 
@@ -42,6 +43,9 @@ FEW_RERUNS = 0.01
 """Reruns are few if they add at most this share of a step's time. The order of pass reorder is chosen for the peak
 without reruns. It may make the largest results last, where a value that runs again is made beside them and lowers
 nothing. Where it gives few reruns, they are looked for in program order, too."""
+
+PREPARE, OTHER_PLANS = "prepare", "other plans"
+"""Stages in ``Plan.seconds`` beside the passes: what comes before them, and plans that were made and not taken."""
 
 Order = tuple[str, ...]
 """Names of all operators, first to last."""
@@ -80,17 +84,20 @@ def run(
         return PlanSearch(graph, options, deep=deep).run(quick=quick)
     begun = time.perf_counter()
     options = _checked(options)
+    watch = Stopwatch()
     mark = fingerprint(graph)
     check_origin(plan, graph, mark)
     applied_plan = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
-    maker, start = prepared(graph, options, applied_plan, mark, deep=deep)
+    with watch.of(PREPARE):
+        maker, start = prepared(graph, options, applied_plan, mark, deep=deep)
+    watch.seconds[PREPARE] -= sum(start.seconds.values())
     limit = maker.options.limit_bytes
     planned = maker.make(start, step_seconds=plan.step_seconds)
     check_options(planned, options)
     check_numbers(plan, planned)
     planned = for_threads(planned, torch.get_num_threads())
     planned = dataclasses.replace(planned, plan=_under_terms(planned.plan, plan, maker.terms))
-    return _finished(planned, maker, limit, begun)
+    return _finished(planned, maker, limit, begun, watch.seconds)
 
 
 def _under_terms(counted: Plan, loaded: Plan, terms: Terms) -> Plan:
@@ -145,9 +152,11 @@ class PlanSearch:
             OptionError: an option names a pass or codec that does not exist, or a budget of less than one byte.
             VerifyError: a pass left an invalid graph.
         """
-        self._begun = time.perf_counter()
+        self._begun, self._watch = time.perf_counter(), Stopwatch()
         options = _checked(options)
-        maker, self._start = prepared(graph, options, None, fingerprint(graph), deep=deep)
+        with self._watch.of(PREPARE):
+            maker, self._start = prepared(graph, options, None, fingerprint(graph), deep=deep)
+        self._watch.seconds[PREPARE] -= sum(self._start.seconds.values())
         self._maker = dataclasses.replace(maker, effort=effort)
         self.options, self.terms = self._maker.options, self._maker.terms
         self.plans, self._many = list[Plan](), many
@@ -183,7 +192,14 @@ class PlanSearch:
             VerifyError: a pass left an invalid graph.
             BudgetError: no plan was found that keeps the budget.
         """
-        return _finished(self.fit(self.terms, quick=quick), self._maker, self.terms.limit, self._begun)
+        planned = self.fit(self.terms, quick=quick)
+        return _finished(planned, self._maker, self.terms.limit, self._begun, self._spent(planned.plan))
+
+    def _spent(self, plan: Plan) -> Mapping[str, Seconds]:
+        """Return what the search has taken beside the passes of ``plan``, by stage."""
+        own = sum(plan.seconds.values()) - sum(self._start.seconds.values())
+        spent = dict(self._watch.seconds)
+        return {**spent, OTHER_PLANS: max(0.0, spent.get(OTHER_PLANS, 0.0) - own)}
 
     def fit(self, terms: Terms, *, quick: bool = False) -> Planned:
         """Return a plan within the limit at the least added time; that of the smallest budget if there is none.
@@ -200,7 +216,9 @@ class PlanSearch:
         """
         if terms.limit is None or not self.has_reruns:
             if not self._many:
-                return self._noted(self._below_eager(self._maker, lambda maker: maker.make(self._copy_if_needed)))
+                with self._watch.of(OTHER_PLANS):
+                    planned = self._below_eager(self._maker, lambda maker: maker.make(self._copy_if_needed))
+                return self._noted(planned)
             planned = self._first(terms)
             return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, step_seconds=0.0))
 
@@ -280,7 +298,8 @@ class PlanSearch:
         choice.forget()
 
         def attempt(target: Bytes) -> _Attempt:
-            decision = choice.decide(target, first=first)
+            with self._watch.of(retain.NAME):
+                decision = choice.decide(target, first=first)
             strained = decision.peak_bytes > target
             return _Attempt(decision.peak_bytes, strained, lambda: self._made(decision, terms), decision.added_seconds)
 
@@ -317,7 +336,9 @@ class PlanSearch:
 
     def _lowest(self, choice: retain.Choice, terms: Terms, *, together: bool = False) -> Planned:
         plans = list[Planned]()
-        for decision in choice.lowest(together=together):
+        with self._watch.of(retain.NAME):
+            lowest = choice.lowest(together=together)
+        for decision in lowest:
             close = (decision.peak_bytes + cost.objects(decision.peak_bytes)) * (1 + self._maker.effort.padding_share)
             if not plans or plans[0].plan.needed_bytes > close:  # else this one can hardly need less
                 plans.append(self._made(decision, terms))
@@ -327,7 +348,9 @@ class PlanSearch:
 
     def _made(self, decision: retain.Decision, terms: Terms) -> Planned:
         """Make the plan for a decision of ``retain``."""
-        return self._noted(self._maker.under(terms).make(fresh(self._start), decision, self._alone(terms.allowed)))
+        with self._watch.of(OTHER_PLANS):
+            planned = self._maker.under(terms).make(fresh(self._start), decision, self._alone(terms.allowed))
+        return self._noted(planned)
 
     @property
     def first(self) -> Planned:
@@ -344,7 +367,9 @@ class PlanSearch:
                 ordered = again or self._in_order(terms)
                 return maker.place(fresh(ordered), self._alone(terms.allowed))
 
-            self._firsts[terms] = self._noted(self._below_eager(ours, make))
+            with self._watch.of(OTHER_PLANS):
+                planned = self._below_eager(ours, make)
+            self._firsts[terms] = self._noted(planned)
         return self._firsts[terms]
 
     @property
@@ -356,7 +381,8 @@ class PlanSearch:
         """Return the choice of pass retain for what may run again, by default in the first of :meth:`_orders_of`."""
         order = self._orders_of(allowed)[0] if order is None else order
         if (allowed, order) not in self._choices:
-            choice = retain.Choice(self._start.graph, self.options, order, self._profile, self._prices, allowed)
+            with self._watch.of(retain.NAME):
+                choice = retain.Choice(self._start.graph, self.options, order, self._profile, self._prices, allowed)
             self._choices[allowed, order] = choice
         return self._choices[allowed, order]
 
@@ -394,7 +420,8 @@ class PlanSearch:
         """Return the state in which nothing runs again and operators are ordered, the same for all limits in bytes."""
         key = terms.limit is None, terms.allowed
         if key not in self._ordered:
-            self._ordered[key] = self._maker.under(terms).order(fresh(self._start), self._nothing(terms))
+            with self._watch.of(OTHER_PLANS):
+                self._ordered[key] = self._maker.under(terms).order(fresh(self._start), self._nothing(terms))
         return self._ordered[key]
 
     def _nothing(self, terms: Terms) -> retain.Decision:
@@ -471,8 +498,10 @@ def above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
     return max(planned.plan.needed_bytes - maker.eager_needs, 0)
 
 
-def _finished(planned: Planned, maker: PlanMaker, limit: Bytes | None, begun: Seconds) -> Planned:
-    """Add notes, and the rest of the time since ``begun`` as "other", check the budget and log the plan.
+def _finished(
+    planned: Planned, maker: PlanMaker, limit: Bytes | None, begun: Seconds, spent: Mapping[str, Seconds]
+) -> Planned:
+    """Add notes, the times ``spent`` by stage and the rest since ``begun`` as "other"; check the budget, log the plan.
 
     The notes say what ranks send, and the utilisation of the device.
     """
@@ -483,6 +512,8 @@ def _finished(planned: Planned, maker: PlanMaker, limit: Bytes | None, begun: Se
         notes += () if used is None else (str(used),)
     plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *notes))
     planned = dataclasses.replace(planned, plan=plan)
+    for stage, seconds in spent.items():
+        plan.seconds[stage] = plan.seconds.get(stage, 0.0) + seconds  # type: ignore[index]
     plan.seconds["other"] = time.perf_counter() - begun - sum(plan.seconds.values())  # type: ignore[index]
     check_budget(planned, limit)
     log.info("%s", plan)

@@ -23,6 +23,7 @@ BAR = 20
 
 STAGES = (
     "capture",
+    "prepare",
     "normalize",
     "checkpoint",
     "shard",
@@ -40,6 +41,7 @@ STAGES = (
     "reuse",
     "other orders",
     "layout",
+    "other plans",
     "verify",
     "emit",
 )
