@@ -225,6 +225,17 @@ def output_of(tangent: fx.Node) -> int | None:
     return output.idx if isinstance(output, descriptors.PlainAOTOutput) else None
 
 
+def input_of(node: fx.Node) -> int | None:
+    """Return the position, among the arguments of the traced function, of that which a placeholder stands for.
+
+    None if torch does not say it.
+    """
+    from torch._functorch._aot_autograd import descriptors
+
+    described = _whole(node.meta.get("desc"))
+    return described.idx if isinstance(described, descriptors.PlainAOTInput) else None
+
+
 def _whole(described: Any) -> Any:
     """The description of a tensor subclass in the place of that of one of its parts."""
     from torch._functorch._aot_autograd import descriptors

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,13 @@ from roamc.operators.random import replay, save_rng_state, state_bytes
 from roamc.operators.schemas import name_of
 
 
-def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], name: str) -> TrainGraph:
+def capture(
+    model: nn.Module,
+    batch: Sequence[Any],
+    named: Mapping[str, Any],
+    name: str,
+    look: Callable[[Any], None] = lambda output: None,
+) -> TrainGraph:
     """Trace ``model(*batch, **named)`` and its backward under fake tensors, as torch.compile does.
 
     Args:
@@ -51,10 +57,12 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         batch: positional arguments.
         named: keyword arguments.
         name: of the graph, for logs and reports.
+        look: called with what the model has returned, each time that it has run; what it raises ends the capture.
 
     Returns:
-        The graph as :func:`stitch` makes it, with tangents named after the outputs, as "gradient of output['logits']";
-        as :func:`inference` makes it where nothing requires a gradient.
+        The graph as :func:`stitch` makes it, with tangents named after the outputs, as "gradient of output['logits']",
+        and inputs after the arguments, as "batch[0]" and "batch['labels']"; as :func:`inference` makes it where nothing
+        requires a gradient.
 
     Raises:
         CaptureError: the graph cannot be planned, as where the model reads a value; says what to do.
@@ -66,6 +74,7 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
     def call(model: nn.Module, *values: Any) -> Any:
         args, kwargs = put_together(values, nest)
         result = model(*args, **kwargs)
+        look(result)
         paths[:] = tensor_paths(result)
         return result
 
@@ -82,15 +91,20 @@ def capture(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], na
         halves, outputs, static = compat_aot.forward_backward(model, leaves, call)
     if len(halves) == 1:
         return inference(halves[0], static, name)
-    return _named(stitch(halves[0], halves[1], outputs, static, name), paths)
+    keys = {**dict(enumerate(batch)), **named}
+    inputs = [key for key, value in keys.items() for leaf in take_apart(value)[0] if isinstance(leaf, torch.Tensor)]
+    return _named(stitch(halves[0], halves[1], outputs, static, name), paths, [*[""] * len(static), *inputs])
 
 
-def _named(graph: TrainGraph, paths: Sequence[str]) -> TrainGraph:
-    """Name the tangents of ``graph`` after the outputs of the model, whose ``paths`` these are."""
+def _named(graph: TrainGraph, outputs: Sequence[str], inputs: Sequence[int | str]) -> TrainGraph:
+    """Name tangents after the ``outputs`` of the model, whose paths these are, and inputs after the arguments."""
 
     def port(node: fx.Node, port: Port) -> Port:
-        position = compat_aot.output_of(node) if port.role is Role.TANGENT else None
-        return port if position is None else replace(port, name=f"gradient of output{paths[position]}")
+        if port.role is Role.TANGENT:
+            position = compat_aot.output_of(node)
+            return port if position is None else replace(port, name=f"gradient of output{outputs[position]}")
+        position = compat_aot.input_of(node) if port.role is Role.INPUT else None
+        return port if position is None else replace(port, name=f"batch[{inputs[position]!r}]")
 
     return graph.replace(inputs=tuple(map(port, placeholders(graph.graph), graph.inputs)))
 

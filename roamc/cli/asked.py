@@ -29,7 +29,11 @@ Sets = Annotated[
 ]
 Optimizer = Annotated[
     str | None,
-    typer.Option("--optimizer", help="sgd, adam, adamw (the default) or compact, if the function returns none."),
+    typer.Option(
+        "--optimizer",
+        help="sgd, adam, adamw (the default) or compact, if the function returns none; none for forward and backward "
+        "of the loss alone.",
+    ),
 ]
 Halves = Annotated[
     bool, typer.Option("--forward-backward", help="Plan forward and backward only, as torch.compile does.")

@@ -40,6 +40,9 @@ from roamc.report.picture import Course, Picture, draw, follow
 from roamc.solvers.warm_up import warm_up
 from roamc.units import Seconds
 
+NO_OPTIMIZER = "none"
+"""What ``--optimizer`` takes for forward and backward of the loss without an update."""
+
 FRACTION = re.compile(r"[0-9]+/[1-9][0-9]*")
 
 COMPACT: Mapping[str, Callable[[Any], Any]] = {
@@ -230,6 +233,7 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
         graph = capture(
             workload,
             forward_backward=request.forward_backward,
+            update=request.optimizer != NO_OPTIMIZER,
             clip_grad_norm=request.clip_grad_norm,
             device=device_of(request.device),
         )
@@ -303,8 +307,10 @@ def options_of(request: Request) -> Options:
         ProfileError: there is no such profile.
     """
     check_clip(request.clip_grad_norm)
-    if request.forward_backward and request.clip_grad_norm is not None:
-        raise OptionError("--clip-grad-norm is part of the update, which --forward-backward leaves out")
+    none = f"--optimizer {NO_OPTIMIZER}" if request.optimizer == NO_OPTIMIZER else ""
+    left_out = "--forward-backward" if request.forward_backward else none
+    if left_out and request.clip_grad_norm is not None:
+        raise OptionError(f"--clip-grad-norm is part of the update, which {left_out} leaves out")
     if request.forward_backward and request.optimizer is not None:
         raise OptionError("--optimizer names the update, which --forward-backward leaves out")
     pairs = [parse_setting(text) for text in request.options]
@@ -341,19 +347,20 @@ def workload_of(request: Request) -> Workload:
             there is no such stage; or the target brings an optimizer, and the request names one.
         CaptureError: the function of a file does not return what it should.
     """
-    if request.optimizer is not None and request.optimizer not in OPTIMIZERS:
-        hint = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join(OPTIMIZERS)}"
+    if request.optimizer is not None and request.optimizer not in (*OPTIMIZERS, NO_OPTIMIZER):
+        hint = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join((*OPTIMIZERS, NO_OPTIMIZER))}"
         raise OptionError(f"unknown optimizer {request.optimizer!r}{hint}")
     settings = stage_settings(_settings(request), zoo.settings_of(request.target), _stage(request))
     if ":" in request.target or request.target.endswith(".py"):
         workload = from_file(request.target, settings, meta=request.meta)
     else:
         workload = zoo.make(request.target, settings)
-    if workload.optimizer is None:
-        make = functools.partial(OPTIMIZERS[request.optimizer or "adamw"], **_settings_of_optimizer(request))
-        workload = dataclasses.replace(workload, optimizer=make)
-    elif request.optimizer is not None:
+    if workload.optimizer is not None and request.optimizer is not None:
         raise OptionError(f"{request.target} returns an optimizer: leave --optimizer {request.optimizer} out")
+    if request.optimizer in OPTIMIZERS:
+        make = functools.partial(OPTIMIZERS[request.optimizer], **_settings_of_optimizer(request))
+        name = f"--optimizer {request.optimizer}"
+        workload = dataclasses.replace(workload, optimizer=make, optimizer_name=name)
     if request.tp_plan:
         workload = dataclasses.replace(workload, tp_plan=_tp_plan(request))
     return workload

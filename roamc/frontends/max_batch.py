@@ -37,7 +37,7 @@ def max_batch(
     Args:
         make: called on the meta device, where tensors take no memory; returns ``(model, inputs)``,
             ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)`` for a batch size, sequence length or
-            other dimension ``size``.
+            other dimension ``size``. Without ``loss_fn`` the loss is the ``.loss`` of the model's output, if it has one.
         memory_budget: bytes, or "device"; see the option of that name.
         smallest: the smallest size that is an answer. Some models, such as those with batch norm, cannot run with 1.
         largest: largest size to try.
@@ -100,7 +100,7 @@ def _checked_size(name: str, size: object, least: int) -> int:
 def _captured(returned: Any, forward_backward: bool) -> TrainGraph:
     """The captured graph of what the user's function has returned, named after the model's class."""
     unnamed = workload.made("", returned)
-    leaves, _ = compat.flatten(unnamed.batch)
+    leaves, _ = compat.flatten((unnamed.batch, unnamed.named))
     fed = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
     devices = {parameter.device.type for parameter in unnamed.model.parameters()}
     if "meta" in fed and devices and "meta" not in devices:

@@ -145,10 +145,13 @@ def notes_on(model: nn.Module, mesh: Mesh, tp_plan: Mapping[str, str] | None) ->
 
 def on_mesh(workload: Workload, mesh: Mesh) -> Workload:
     """Return one rank's part of ``workload``; raises as :func:`part_of` and :func:`optimizer_of`."""
-    model, optimizer = part_of(workload.model, optimizer_of(workload), mesh, workload.tp_plan)
-    assert optimizer is not None  # that of the workload, or its copy
+    asked = None if workload.optimizer is None else optimizer_of(workload)
+    model, optimizer = part_of(workload.model, asked, mesh, workload.tp_plan)
+    workload = dataclasses.replace(workload, model=model)
+    if optimizer is None:
+        return workload
     its_optimizer: Optimizer = optimizer
-    return dataclasses.replace(workload, model=model, optimizer=lambda parameters: its_optimizer)
+    return dataclasses.replace(workload, optimizer=lambda parameters: its_optimizer)
 
 
 def check_tokens(plan: Plan) -> None:

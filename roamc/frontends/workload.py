@@ -21,6 +21,7 @@ from roamc.capture.moved import CPU, moved, traced_for
 from roamc.capture.step import capture_step
 from roamc.capture.step_trace import LossFunction, StepRequest
 from roamc.errors import CaptureError, OptionError, nearest
+from roamc.frontends import own_loss
 from roamc.frontends.arguments import check_call, check_forward
 from roamc.graph import TrainGraph
 from roamc.optim import CompAct
@@ -45,9 +46,12 @@ class Workload:
         name: the name in reports.
         model: the model; its parameters may be on the meta device.
         batch: arguments of ``loss_fn`` behind the model, or of the model where there is no ``loss_fn``.
-        loss_fn: ``loss_fn(model, *batch)`` returns the loss; None plans forward and backward of ``model(*batch)``.
+        loss_fn: ``loss_fn(model, *batch, **named)`` returns the loss. None takes the loss that the model's output has,
+            and where it has none plans forward and backward of ``model(*batch, **named)``.
         optimizer: makes the optimizer of the model's parameters, or of their names and them where it is CompAct or a
-            partial call of it; None takes AdamW.
+            partial call of it; None takes AdamW, and asks for none where there is no loss.
+        named: keyword arguments beside ``batch``.
+        optimizer_name: how the user has asked for the optimizer, for messages.
         tp_plan: pattern of layers' names to how a mesh splits them; empty to take the model's own ``tp_plan``.
     """
 
@@ -57,46 +61,68 @@ class Workload:
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_name: str = "the optimizer"
 
 
 def capture(
     workload: Workload,
     *,
     forward_backward: bool = False,
+    update: bool = True,
     clip_grad_norm: float | None = None,
     device: torch.device = CPU,
 ) -> TrainGraph:
     """Capture the graph that :func:`roamc.plan` would plan: the whole step, or forward and backward alone.
 
     Args:
-        workload: what to capture; without a loss function only forward and backward.
+        workload: what to capture. Where neither it nor the model's output has a loss, only forward and backward.
         forward_backward: leave the update out, as ``torch.compile`` does; the gradients are handed to the caller.
+            Without a loss function those of all outputs are handed in, whether or not one of them is a loss.
+        update: whether the optimizer's update of a step with a loss is part of it.
         clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; for whole steps only.
         device: where the step is to run: a CPU, or a GPU that need not be there.
 
     Raises:
-        CaptureError: the step cannot be captured, or an operator of it does not run on ``device``; says what to do.
+        CaptureError: the step cannot be captured, there is no loss for the optimizer or the limit that were asked for,
+            or an operator of the step does not run on ``device``; says what to do.
     """
     _check_inputs(workload)
     with traced_for(device):
-        if workload.loss_fn is None or forward_backward:
+        if forward_backward:
             graph = _capture_module(workload)
         else:
-            graph = _capture_step(workload, clip_grad_norm)
+            graph = _capture_step(workload, clip_grad_norm, update)
     return moved(graph, device)
 
 
-def _capture_step(workload: Workload, clip_grad_norm: float | None) -> TrainGraph:
-    assert workload.loss_fn is not None  # without one there is no step to capture
-    leaves, nest = take_apart(workload.batch)
+def _capture_step(workload: Workload, clip_grad_norm: float | None, update: bool) -> TrainGraph:
+    """The step with the loss of ``workload`` or of its model's output; forward and backward where there is none."""
+    if workload.loss_fn is not None:
+        return _capture_update(workload, clip_grad_norm) if update else _capture_module(workload)
+    graph = own_loss.capture_without(workload.model, workload.batch, workload.named, workload.name)
+    told = update and workload.optimizer is not None
+    if graph is not None:
+        asked = workload.optimizer_name if told else "" if clip_grad_norm is None else "clip_grad_norm"
+        own_loss.check_no_update(graph, asked)
+        return graph
+    graph = _capture_step(replace(workload, loss_fn=own_loss.returned_loss), clip_grad_norm, update)
+    return graph.replace(notes=(*graph.notes, own_loss.note("AdamW" if update and not told else "")))
+
+
+def _capture_update(workload: Workload, clip_grad_norm: float | None) -> TrainGraph:
+    leaves, nest = take_apart((workload.batch, dict(workload.named)))
+    loss_fn = workload.loss_fn
+    assert loss_fn is not None  # without one there is no step to capture
+
+    def spread(model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
+        return loss_fn(model, *batch, **named)
 
     def rebuild(values: Any) -> tuple[Any, ...]:
         return tuple(put_together(values, nest))
 
     optimizer = optimizer_of(workload)
-    request = StepRequest(
-        workload.model, workload.loss_fn, optimizer, tuple(leaves), rebuild, clip_grad_norm, repeated=True
-    )
+    request = StepRequest(workload.model, spread, optimizer, tuple(leaves), rebuild, clip_grad_norm, repeated=True)
     return capture_step(request).graph.replace(name=workload.name)
 
 
@@ -186,15 +212,15 @@ def parse_setting(text: str) -> tuple[str, Setting]:
 
 
 class _Loss(nn.Module):
-    """A module whose ``forward(*batch)`` returns ``loss_fn(model, *batch)``."""
+    """A module whose ``forward(*batch, **named)`` returns ``loss_fn(model, *batch, **named)``."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
 
-    def forward(self, *batch: Any) -> torch.Tensor:
-        return self.loss_fn(self.model, *batch)
+    def forward(self, *batch: Any, **named: Any) -> torch.Tensor:
+        return self.loss_fn(self.model, *batch, **named)
 
 
 def _of_mapping(workload: Workload, inputs: Mapping[str, Any]) -> Workload:
@@ -203,15 +229,14 @@ def _of_mapping(workload: Workload, inputs: Mapping[str, Any]) -> Workload:
     The items are keyword arguments, or the dictionary is the only one. A model that takes both gets keywords; a loss
     function does if a parameter of it has the name of an input.
     """
-    loss_fn = workload.loss_fn
+    loss_fn, model = workload.loss_fn, workload.model
+    by_keywords = replace(workload, batch=(), named=dict(inputs))
     if loss_fn is None:
-        forward = workload.model.forward
-        by_name = _takes(forward, **inputs) or not _takes(forward, inputs)
-        return replace(workload, model=_Keywords(workload.model), batch=(dict(inputs),)) if by_name else workload
-    one, by_name = _takes(loss_fn, workload.model, inputs), _takes(loss_fn, workload.model, **inputs)
+        return by_keywords if _takes(model.forward, **inputs) or not _takes(model.forward, inputs) else workload
+    one, by_name = _takes(loss_fn, model, inputs), _takes(loss_fn, model, **inputs)
     if not by_name or (one and inspect.signature(loss_fn).parameters.keys().isdisjoint(inputs)):
         return workload
-    return replace(workload, loss_fn=lambda model, batch: loss_fn(model, **batch), batch=(dict(inputs),))
+    return by_keywords
 
 
 def _takes(function: Callable[..., Any], /, *args: Any, **named: Any) -> bool:
@@ -223,31 +248,18 @@ def _takes(function: Callable[..., Any], /, *args: Any, **named: Any) -> bool:
     return True
 
 
-class _Keywords(nn.Module):
-    """A model that takes one dictionary and calls another model with its items as keywords."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: dict[str, Any]) -> Any:
-        return self.model(**batch)
-
-
 def _check_inputs(workload: Workload) -> None:
     """Refuse inputs that the loss function, or without one the model, cannot be called with."""
     origin = "the inputs that come with the model"
     if workload.loss_fn is not None:
-        check_call(workload.loss_fn, workload.batch, {}, origin)
-    elif isinstance(workload.model, _Keywords):
-        check_forward(workload.model.model, (), workload.batch[0], origin)
+        check_call(workload.loss_fn, workload.batch, workload.named, origin)
     else:
-        check_forward(workload.model, workload.batch, {}, origin)
+        check_forward(workload.model, workload.batch, workload.named, origin)
 
 
 def _capture_module(workload: Workload) -> TrainGraph:
     model = workload.model if workload.loss_fn is None else _Loss(workload.model, workload.loss_fn)
-    return joint.capture(model, workload.batch, {}, workload.name)
+    return joint.capture(model, workload.batch, workload.named, workload.name)
 
 
 def _module(path: Path) -> ModuleType:
@@ -293,7 +305,7 @@ def made(name: str, returned: Any, target: str = "the function") -> Workload:
             or tuple of inputs has the positional arguments; another value is the only one. A dictionary has keyword
             arguments, or is the only argument: whichever the loss function takes, or the model if there is none. A
             model that takes both gets keywords; a loss function does if a parameter of it has the name of an input.
-            The optimizer is one of torch's, or a function that makes one of an iterable of parameters.
+            Without a loss function, the ``.loss`` of the model's output is the loss, if it has one. The optimizer is one of torch's, or a function that makes one of an iterable of parameters.
         target: name of the function in error messages.
 
     Raises:

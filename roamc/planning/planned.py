@@ -24,6 +24,9 @@ from roamc.planning.plan import Plan
 from roamc.units import Bytes, Seconds, format_bytes
 from roamc.version import __version__
 
+GRADIENT_OF = "gradient of "
+"""Start of the name that capture gives a tangent; behind it comes the output."""
+
 SMALLER = ", or use a smaller batch"
 """End of :data:`RAISE`; ``max_batch`` cuts it off for the smallest batch."""
 
@@ -183,11 +186,24 @@ def assumed(graph: TrainGraph) -> tuple[str, ...]:
     The gradient of a single number, as of a loss that the model returns, is not worth a word.
     """
     names = _tangents(graph)
-    fed = [node for node in placeholders(graph.graph) if node.name in names]
-    large = [names[node.name] for node in fed if value_of(node).numel() > 1]
+    fed = {names[node.name]: value_of(node) for node in placeholders(graph.graph) if node.name in names}
+    large = {name.removeprefix(GRADIENT_OF): value for name, value in fed.items() if value.numel() > 1}
     if not large:
         return ()
-    has_loss = any(name.endswith((".loss", "['loss']")) for name in names.values())
-    example = "lambda m, **b: m(**b).loss" if has_loss else "lambda m, x, y: criterion(m(x), y)"
-    which = f"the {', '.join(large)} {'is' if len(large) == 1 else 'are'} assumed"
-    return (f"there is no loss_fn, so {which}: for a training step give one, such as {example}",)
+    whose = "its gradient" if len(large) == 1 else "their gradients"
+    size = format_bytes(sum(value.untyped_storage().nbytes() for value in large.values()))
+    what = f"forward and backward of {', '.join(large)}, with {whose} of {size} handed in"
+    if any(_is_loss(name) for name in names.values()):
+        return (f"{what}, as torch.compile has it; for the loss alone give a loss_fn, such as lambda m, **b: m(**b).loss",)
+    return (f"{what}, as there is no loss_fn; {loss_advice(graph)}",)
+
+
+def loss_advice(graph: TrainGraph) -> str:
+    """Return how to plan a training step of a model that was captured without a loss: a loss function of its inputs."""
+    batch = "**b" if any(port.name.startswith("batch['") for port in graph.inputs) else "*b"
+    output = next(iter(_tangents(graph).values()), "").removeprefix(GRADIENT_OF).removeprefix("output")
+    return f"for a training step give one, such as lambda m, {batch}: criterion(m({batch}){output})"
+
+
+def _is_loss(tangent: str) -> bool:
+    return tangent.endswith((".loss", "['loss']"))
