@@ -512,12 +512,12 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(tree, is_leaf=lambda value: isinstance(value, torch.Size))
 
 
-def tensor_paths(tree: Any) -> list[str]:
-    """Return what takes each tensor of :func:`flatten` out of ``tree``, as ``"['logits']"``; "" if it is the tensor."""
+def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of :func:`flatten`, each behind what takes it out of ``tree``, as ``"['logits']"``."""
     from torch.utils import _pytree as pytree
 
     leaves, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda value: isinstance(value, torch.Size))
-    return [pytree.keystr(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves]
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,21 @@ def _built(leaves: Iterator[Any], nest: Nest) -> Any:
             kind, inside = part
             outer.append(_CONTAINERS[_row(kind)].make(kind, _built(leaves, inside)))
     return compat.unflatten(outer, nest.spec)
+
+
+def tensors_in(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that :func:`take_apart` finds in ``tree``, each behind what takes it out: ``"['logits']"``."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, leaf in compat.leaves_with_paths(tree):
+        container = _container(leaf)
+        if isinstance(leaf, torch.Tensor):
+            found.append((path, leaf))
+        elif isinstance(leaf, Mapping):
+            found += [(f"{path}[{key!r}]{rest}", each) for key in leaf for rest, each in tensors_in(leaf[key])]
+        elif container is not None:
+            fields = container.fields(leaf).items()
+            found += [(f"{path}.{name}{rest}", each) for name, value in fields for rest, each in tensors_in(value)]
+    return found
 
 
 def check_batch(leaves: Sequence[Any]) -> None:

@@ -25,12 +25,12 @@ from torch import fx, nn
 
 from roamc import compat_aot, compat_dynamo
 from roamc.capture import attributes, communication, recurrent, refusals, user_line
-from roamc.capture.batch import put_together, take_apart
+from roamc.capture.batch import put_together, take_apart, tensors_in
 from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.own_gradients import own_gradients
 from roamc.capture.reinplace import reinplace
 from roamc.capture.tokens import without_tokens
-from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size, tensor_paths, with_bits
+from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size, with_bits
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
 from roamc.graph.memory import WROTE_OVER
@@ -75,8 +75,9 @@ def capture(
         args, kwargs = put_together(values, nest)
         result = model(*args, **kwargs)
         look(result)
-        paths[:] = tensor_paths(result)
-        return result
+        returned = tensors_in(result)
+        paths[:] = [path for path, _ in returned]
+        return [tensor for _, tensor in returned]
 
     with (
         uninterrupted(TRACED, traces=True),
@@ -91,8 +92,8 @@ def capture(
         halves, outputs, static = compat_aot.forward_backward(model, leaves, call)
     if len(halves) == 1:
         return inference(halves[0], static, name)
-    keys = {**dict(enumerate(batch)), **named}
-    inputs = [key for key, value in keys.items() for leaf in take_apart(value)[0] if isinstance(leaf, torch.Tensor)]
+    keys: dict[int | str, Any] = {**dict(enumerate(batch)), **named}
+    inputs = [key for key, value in keys.items() for _ in tensors_in(value)]
     return _named(stitch(halves[0], halves[1], outputs, static, name), paths, [*[""] * len(static), *inputs])
 
 

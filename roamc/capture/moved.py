@@ -54,14 +54,18 @@ CPU_ONLY = ("mkldnn", "onednn", "for_cpu", "quantized::")
 """Parts of the names of operators that only a CPU has."""
 
 
-def device_of(text: str) -> torch.device:
+def device_of(text: str, name: str = "--device") -> torch.device:
     """Return the device to plan for: the CPU, or GPU 0.
 
+    Args:
+        text: ``"cpu"`` or ``"cuda"``.
+        name: of the argument, for the message.
+
     Raises:
-        OptionError: ``text`` is neither ``"cpu"`` nor ``"cuda"``.
+        OptionError: ``text`` is neither.
     """
     if text not in KINDS:
-        raise OptionError(f"--device must be one of {', '.join(KINDS)}, not {text!r}")
+        raise OptionError(f"{name} must be one of {', '.join(KINDS)}, not {text!r}")
     return CPU if text == "cpu" else torch.device("cuda", 0)
 
 

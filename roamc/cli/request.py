@@ -21,8 +21,9 @@ from roamc.cli import zoo
 from roamc.cli.asked import Request
 from roamc.cli.stages import StagePlan
 from roamc.codegen.source import emit
-from roamc.cost import GENERIC, load_profile, step_seconds
+from roamc.cost import load_profile, step_seconds
 from roamc.errors import BudgetError, OptionError, nearest
+from roamc.frontends import devices
 from roamc.frontends.arguments import check_clip
 from roamc.frontends.largest import Fit, Largest
 from roamc.frontends.max_batch import check_budget, check_sizes
@@ -240,9 +241,7 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
     notes = notes_on(workload.model, mesh, _tp_plan(request))
     notes += ends_note(zoo.settings_of(request.target), _stage(request))
     graph = graph.replace(in_flight=_stage(request).in_flight, notes=(*graph.notes, *notes))
-    if request.device == "cuda":
-        graph = graph.replace(notes=(*graph.notes, f"times are those of the device profile {options.profile}"))
-    return graph, time.perf_counter() - start
+    return devices.noted(graph, options, device_of(request.device)), time.perf_counter() - start
 
 
 def _planned(
@@ -322,18 +321,7 @@ def options_of(request: Request) -> Options:
         settings["memory_budget"] = request.memory_budget
     if request.profile is not None:
         settings["profile"] = request.profile
-    device = device_of(request.device)
-    if device.type == "cuda":
-        settings.setdefault("profile", GENERIC["cuda"])
-    options = search.options_of(settings)
-    _check_profile(options, device)
-    return options
-
-
-def _check_profile(options: Options, device: torch.device) -> None:
-    """Refuse the profile of another kind of device than a GPU that is planned for."""
-    if device.type == "cuda" and (kind := load_profile(profile=options.profile).device) != "cuda":
-        raise OptionError(f"profile {options.profile!r} describes a {kind}; give a GPU's, such as {GENERIC['cuda']}")
+    return devices.options_for(settings, device_of(request.device))
 
 
 def workload_of(request: Request) -> Workload:

@@ -37,7 +37,8 @@ def max_batch(
     Args:
         make: called on the meta device, where tensors take no memory; returns ``(model, inputs)``,
             ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)`` for a batch size, sequence length or
-            other dimension ``size``. Without ``loss_fn`` the loss is the ``.loss`` of the model's output, if it has one.
+            other dimension ``size``. Without ``loss_fn`` the loss is the ``.loss`` of the model's output, if it has
+            one.
         memory_budget: bytes, or "device"; see the option of that name.
         smallest: the smallest size that is an answer. Some models, such as those with batch norm, cannot run with 1.
         largest: largest size to try.

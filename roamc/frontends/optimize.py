@@ -13,11 +13,12 @@ import torch
 from torch import fx, nn
 
 from roamc import ticker
-from roamc.capture import joint
 from roamc.capture.batch import take_apart
+from roamc.capture.moved import device_of
 from roamc.capture.step_trace import LossFunction
 from roamc.compat_dynamo import compile_in_place, has_recurrent_layers
 from roamc.errors import OptionError, RoamcError
+from roamc.frontends import devices
 from roamc.frontends.arguments import check_forward, check_module, check_not_compiled
 from roamc.frontends.backend import LATEST, compile_graph
 from roamc.frontends.compiled_again import Carried
@@ -26,6 +27,8 @@ from roamc.frontends.mesh import Mesh, check_tokens, notes_on, parse_mesh, part_
 from roamc.frontends.record import Record
 from roamc.frontends.stages import stage_note, stage_of
 from roamc.frontends.train_step import TrainStep
+from roamc.frontends.workload import Workload, capture, optimizer_of, with_loss
+from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.planning import together
 from roamc.planning.plan import Plan
@@ -140,13 +143,16 @@ def plan(
     mesh: str | Mapping[str, int] | None = None,
     tp_plan: Mapping[str, str] | None = None,
     stage: int | None = None,
+    device: str = "cpu",
+    forward_backward: bool = False,
     **keywords: Any,
 ) -> Plan:
     """Plan a step without running it. No weight is read or allocated.
 
-    With ``loss_fn`` and ``optimizer`` the whole step is planned, as :func:`train_step` would run it; without them,
-    forward and backward of ``model(*batch)``, as with ``torch.compile``. Model and batch may be on the meta device and
-    larger than memory.
+    With ``loss_fn`` and ``optimizer`` the whole step is planned, as :func:`train_step` would run it. Without
+    ``loss_fn`` the loss is the ``.loss`` of the model's output, as transformers models have it where the batch has
+    labels; AdamW is then the default optimizer. Where the output has none, forward and backward of ``model(*batch)``
+    are planned, as with ``torch.compile``. Model and batch may be on the meta device and larger than memory.
 
     Keywords that name options are options, see :class:`roamc.options.Options`. Other keywords belong to the batch if
     they hold tensors or name a parameter of ``loss_fn`` (without it, of ``model.forward``). If a batch keyword has the
@@ -165,55 +171,84 @@ def plan(
             ``tp_plan``, which transformers models have.
         stage: number of the pipeline stage, from 0. It has ``pp - stage`` micro-batches in flight, all of which a
             budget covers.
+        device: "cuda" plans for a GPU that need not be there, with the option ``profile`` of one ("h100" by default).
+        forward_backward: plan without the update, as with ``torch.compile``: with ``loss_fn`` of the loss, else with
+            gradients of all outputs handed in.
         keywords: options, and keyword arguments of the batch.
 
     Inside a process group this does not communicate. The plan assumes that all ranks have the same graph and options; a
     note says so.
 
     Raises:
-        RoamcError: only one of ``loss_fn`` and ``optimizer`` is given.
+        RoamcError: ``loss_fn`` is given without ``optimizer``, or an argument of the update with ``forward_backward``.
         CaptureError: the model or ``loss_fn`` cannot be called with the batch, or what it does cannot be captured.
         OptionError: a keyword is neither an option nor part of the batch, an option is out of range, or the mesh does
             not fit the model.
         BudgetError: no plan fits ``memory_budget``.
     """
     check_module(model, "plan")
-    if (loss_fn is None) != (optimizer is None):
-        missing = "optimizer" if optimizer is None else "loss_fn"
-        raise RoamcError(
-            f"plan takes loss_fn and optimizer together, for a whole step, or neither, for the model's forward and "
-            f"backward: {missing} is missing"
-        )
+    _check_update(loss_fn, optimizer, clip_grad_norm, forward_backward)
     if tp_plan is not None and mesh is None:
         raise OptionError("tp_plan says how a mesh splits layers: give mesh={'tp': N} as well")
-    step_of = functools.partial(_plan, loss_fn=loss_fn, clip_grad_norm=clip_grad_norm, keywords=keywords)
+    named, settings = _parted(model.forward if loss_fn is None else loss_fn, keywords)
+    step = _Step(loss_fn, clip_grad_norm, forward_backward, device_of(device, "device"), named, settings)
     if mesh is None and stage is None:
-        return step_of(model, batch, optimizer, 1)
-    return _plan_on(parse_mesh(mesh or {}), stage, model, batch, optimizer, tp_plan, step_of)
+        return step.plan(model, batch, optimizer, 1)
+    return _plan_on(parse_mesh(mesh or {}), stage, model, batch, optimizer, tp_plan, step.plan)
 
 
-def _plan(
-    model: nn.Module,
-    batch: tuple[Any, ...],
-    optimizer: torch.optim.Optimizer | None,
-    in_flight: int,
-    *,
+def _check_update(
     loss_fn: LossFunction | None,
+    optimizer: torch.optim.Optimizer | None,
     clip_grad_norm: float | None,
-    keywords: dict[str, Any],
-) -> Plan:
-    """The plan of a model with ``in_flight`` micro-batches in flight."""
-    if loss_fn is not None and optimizer is not None:
-        named, options = _parted(loss_fn, keywords)
-        step = train_step(model, loss_fn, optimizer, clip_grad_norm=clip_grad_norm, **options)
-        return step.plan_in_flight(in_flight, batch, named)
-    named, options = _parted(model.forward, keywords)
-    parsed = options_of(options)
-    check_forward(model, batch, named, "those of roamc.plan behind the model")
-    name = type(model).__name__
-    with ticker.planning(name, parsed.memory_budget):
-        graph = joint.capture(model, batch, named, name).replace(in_flight=in_flight)
-        return together.alone(graph, parsed).plan
+    forward_backward: bool,
+) -> None:
+    """Refuse arguments of :func:`plan` of which one leaves out what another asks for."""
+    if forward_backward:
+        for name, value in (("optimizer", optimizer), ("clip_grad_norm", clip_grad_norm)):
+            if value is not None:
+                raise RoamcError(f"{name} is part of the update, which forward_backward=True leaves out")
+    elif loss_fn is not None and optimizer is None:
+        raise RoamcError(
+            "plan takes loss_fn and optimizer together, for a whole step: optimizer is missing; forward_backward=True "
+            "plans without the update"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What :func:`plan` is to plan, but for the model, its batch and its optimizer, of which a rank may have a part."""
+
+    loss_fn: LossFunction | None
+    clip_grad_norm: float | None
+    forward_backward: bool
+    device: torch.device
+    named: dict[str, Any]
+    settings: dict[str, Any]
+
+    def plan(
+        self, model: nn.Module, batch: tuple[Any, ...], optimizer: torch.optim.Optimizer | None, in_flight: int
+    ) -> Plan:
+        """Return the plan of a model with ``in_flight`` micro-batches in flight."""
+        options, limit = devices.options_for(self.settings, self.device), self.clip_grad_norm
+        make = None if optimizer is None else lambda parameters: optimizer
+        workload = Workload(type(model).__name__, model, batch, self.loss_fn, make, named=self.named)
+        if self.loss_fn is None:
+            check_forward(model, batch, self.named, "those of roamc.plan behind the model")
+        with ticker.planning(workload.name, options.memory_budget):
+            if self.forward_backward:
+                graph = capture(workload, forward_backward=True, device=self.device)
+                return self._alone(graph, options, in_flight)
+            found = workload if self.loss_fn else with_loss(workload, limit, device=self.device)
+            if isinstance(found, TrainGraph):
+                return self._alone(found, options, in_flight)
+        assert found.loss_fn is not None
+        step = TrainStep(model, found.loss_fn, optimizer or optimizer_of(found), options, limit)
+        step_plan = step.plan_in_flight(in_flight, batch, self.named, self.device)
+        return dataclasses.replace(step_plan, notes=(*step_plan.notes, *found.notes))
+
+    def _alone(self, graph: TrainGraph, options: Options, in_flight: int) -> Plan:
+        return together.alone(devices.noted(graph, options, self.device).replace(in_flight=in_flight), options).plan
 
 
 def _plan_on(

@@ -16,6 +16,7 @@ from roamc.errors import CaptureError
 from roamc.graph import TrainGraph
 from roamc.planning.planned import loss_advice
 
+
 class _HasLossError(Exception):
     """Ends a capture of forward and backward: the output has a loss."""
 
@@ -36,9 +37,7 @@ def returned_loss(model: nn.Module, *batch: Any, **named: Any) -> torch.Tensor:
     return loss
 
 
-def capture_without(
-    model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], name: str
-) -> TrainGraph | None:
+def capture_without(model: nn.Module, batch: Sequence[Any], named: Mapping[str, Any], name: str) -> TrainGraph | None:
     """Capture forward and backward as :func:`roamc.capture.joint.capture`; None where the output has a loss itself."""
     try:
         return joint.capture(model, batch, named, name, look=_end_at_loss)
@@ -46,9 +45,14 @@ def capture_without(
         return None
 
 
-def note(optimizer: str) -> str:
-    """Return the note of a plan whose loss is the output's, and that takes an ``optimizer`` without being told, if any."""
-    return "the loss is that of the model's output" + (f", and {optimizer} the optimizer by default" if optimizer else "")
+def note(optimizer: str = "") -> str:
+    """Return the note of a plan whose loss is the output's.
+
+    Args:
+        optimizer: the one that is planned although nobody named it; empty if there is none.
+    """
+    default = f", and {optimizer} the optimizer by default" if optimizer else ""
+    return f"the loss is that of the model's output{default}"
 
 
 def check_no_update(graph: TrainGraph, asked: str) -> None:

@@ -20,6 +20,7 @@ from roamc import compat, exchange, notices, ticker
 from roamc.capture import attributes, fully_sharded, python_keys, python_state, replicas
 from roamc.capture.batch import Nest, check_batch, describe, geometry, put_together, take_apart
 from roamc.capture.hooks import NodeHooks, check_iterators, hooks_key
+from roamc.capture.moved import CPU, moved, traced_for
 from roamc.capture.optimizers import rule_for
 from roamc.capture.python_changes import changed
 from roamc.capture.replicas import check_around, check_whole
@@ -39,6 +40,7 @@ from roamc.frontends.arguments import (
     check_optimizer,
 )
 from roamc.frontends.bound_step import BoundStep
+from roamc.frontends.devices import noted
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.ranks import batch_of
 from roamc.interruptions import TRACED, interruption, uninterrupted
@@ -210,21 +212,25 @@ class TrainStep:
         """
         return self.plan_in_flight(1, batch, named)
 
-    def plan_in_flight(self, in_flight: int, batch: tuple[Any, ...], named: dict[str, Any]) -> Plan:
+    def plan_in_flight(
+        self, in_flight: int, batch: tuple[Any, ...], named: dict[str, Any], device: torch.device = CPU
+    ) -> Plan:
         """Plan the step of one micro-batch of a pipeline's stage, as :meth:`plan`.
 
         Args:
             in_flight: how many micro-batches run forward before one runs backward; 1 for no pipeline.
             batch: positional arguments of the step.
             named: keyword arguments of the step.
+            device: the device to plan for, as for :func:`roamc.frontends.workload.capture`.
         """
         leaves, nest = take_apart((batch, named))
         take_parameters_apart(self.model)
         self._key(leaves, nest)  # refuses what no plan is made for
         request = replace(self._request(leaves, nest), repeated=True)
         with self._told():
-            captured, _, seconds = _captured(request)
-            graph = captured.graph.replace(in_flight=in_flight)
+            with traced_for(device):
+                captured, _, seconds = _captured(request)
+            graph = noted(moved(captured.graph, device), self.options, device).replace(in_flight=in_flight)
             planned = together.alone(graph, self.options, self._meeting(captured))
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         return planned.plan

@@ -52,6 +52,7 @@ class Workload:
             partial call of it; None takes AdamW, and asks for none where there is no loss.
         named: keyword arguments beside ``batch``.
         optimizer_name: how the user has asked for the optimizer, for messages.
+        notes: sentences for the notes of the plan.
         tp_plan: pattern of layers' names to how a mesh splits them; empty to take the model's own ``tp_plan``.
     """
 
@@ -63,6 +64,7 @@ class Workload:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     named: Mapping[str, Any] = field(default_factory=dict)
     optimizer_name: str = "the optimizer"
+    notes: tuple[str, ...] = ()
 
 
 def capture(
@@ -88,26 +90,40 @@ def capture(
             or an operator of the step does not run on ``device``; says what to do.
     """
     _check_inputs(workload)
+    if workload.loss_fn is None and not forward_backward:
+        found = with_loss(workload, clip_grad_norm, update, device)
+        if isinstance(found, TrainGraph):
+            return found
+        workload = found
     with traced_for(device):
-        if forward_backward:
-            graph = _capture_module(workload)
-        else:
-            graph = _capture_step(workload, clip_grad_norm, update)
-    return moved(graph, device)
+        module = forward_backward or not update
+        graph = _capture_module(workload) if module else _capture_update(workload, clip_grad_norm)
+    return moved(graph.replace(notes=(*graph.notes, *workload.notes)), device)
 
 
-def _capture_step(workload: Workload, clip_grad_norm: float | None, update: bool) -> TrainGraph:
-    """The step with the loss of ``workload`` or of its model's output; forward and backward where there is none."""
-    if workload.loss_fn is not None:
-        return _capture_update(workload, clip_grad_norm) if update else _capture_module(workload)
-    graph = own_loss.capture_without(workload.model, workload.batch, workload.named, workload.name)
+def with_loss(
+    workload: Workload, clip_grad_norm: float | None = None, update: bool = True, device: torch.device = CPU
+) -> Workload | TrainGraph:
+    """Return ``workload`` with the loss that the model's output has; where it has none, its forward and backward.
+
+    Args:
+        workload: has no loss function.
+        clip_grad_norm: as for :func:`capture`.
+        update: as for :func:`capture`.
+        device: as for :func:`capture`.
+
+    Raises:
+        CaptureError: there is no loss, and an optimizer or a limit was asked for.
+    """
+    with traced_for(device):
+        graph = own_loss.capture_without(workload.model, workload.batch, workload.named, workload.name)
     told = update and workload.optimizer is not None
-    if graph is not None:
-        asked = workload.optimizer_name if told else "" if clip_grad_norm is None else "clip_grad_norm"
-        own_loss.check_no_update(graph, asked)
-        return graph
-    graph = _capture_step(replace(workload, loss_fn=own_loss.returned_loss), clip_grad_norm, update)
-    return graph.replace(notes=(*graph.notes, own_loss.note("AdamW" if update and not told else "")))
+    if graph is None:
+        note = own_loss.note("AdamW" if update and not told else "")
+        return replace(workload, loss_fn=own_loss.returned_loss, notes=(*workload.notes, note))
+    asked = workload.optimizer_name if told else "" if clip_grad_norm is None else "clip_grad_norm"
+    own_loss.check_no_update(graph, asked)
+    return moved(graph, device)
 
 
 def _capture_update(workload: Workload, clip_grad_norm: float | None) -> TrainGraph:
@@ -305,7 +321,8 @@ def made(name: str, returned: Any, target: str = "the function") -> Workload:
             or tuple of inputs has the positional arguments; another value is the only one. A dictionary has keyword
             arguments, or is the only argument: whichever the loss function takes, or the model if there is none. A
             model that takes both gets keywords; a loss function does if a parameter of it has the name of an input.
-            Without a loss function, the ``.loss`` of the model's output is the loss, if it has one. The optimizer is one of torch's, or a function that makes one of an iterable of parameters.
+            Without a loss function, the ``.loss`` of the model's output is the loss, if it has one.
+            The optimizer is one of torch's, or a function that makes one of an iterable of parameters.
         target: name of the function in error messages.
 
     Raises:

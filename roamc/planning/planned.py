@@ -194,7 +194,9 @@ def assumed(graph: TrainGraph) -> tuple[str, ...]:
     size = format_bytes(sum(value.untyped_storage().nbytes() for value in large.values()))
     what = f"forward and backward of {', '.join(large)}, with {whose} of {size} handed in"
     if any(_is_loss(name) for name in names.values()):
-        return (f"{what}, as torch.compile has it; for the loss alone give a loss_fn, such as lambda m, **b: m(**b).loss",)
+        return (
+            f"{what}, as torch.compile has it; for the loss alone give a loss_fn, such as lambda m, **b: m(**b).loss",
+        )
     return (f"{what}, as there is no loss_fn; {loss_advice(graph)}",)
 
 

@@ -334,14 +334,16 @@ def test_fault_of_a_file_is_one_line(file: str, function: str, said: str) -> Non
 
 def test_gradients_of_outputs_that_a_plan_assumes_are_named_with_the_way_out(file: str) -> None:
     assumed = (
-        "there is no loss_fn, so the gradient of output['logits'] is assumed: for a training step give one, such as "
-        "lambda m, **b: m(**b).loss"
+        "forward and backward of output['logits'], with its gradient of 262.1 kB handed in, as torch.compile has it; "
+        "for the loss alone give a loss_fn, such as lambda m, **b: m(**b).loss"
     )
-    said = run("plan", f"{file}:classifier", "--memory-budget", "1kB", code=2).stderr
+    asked = ("plan", f"{file}:classifier", "--forward-backward")
+    said = run(*asked, "--memory-budget", "1kB", code=2).stderr
     assert re.search(r"largest storages .*tangents_2 \(the gradient of output\['logits'\]\) 262\.1 kB", said)
     assert f"; {assumed}. Raise the budget" in said
-    assert assumed in json.loads(run("plan", f"{file}:classifier", "--json").stdout)["notes"]
-    assert "assumed" not in run("plan", f"{file}:talks").stdout
+    assert assumed in json.loads(run(*asked, "--json").stdout)["notes"]
+    for talks in ("talks", "classifier"):
+        assert "handed in" not in run("plan", f"{file}:{talks}").stdout
 
 
 def test_what_a_file_prints_is_no_part_of_the_answer(file: str) -> None:

@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import roamc
+from roamc.cli.request import Request, answer
+from roamc.frontends.workload import from_file
 from tests.cli.test_cli import SMALL, run
 
 GPU = [*SMALL, "--device", "cuda"]
@@ -111,6 +114,26 @@ def test_built_in_models_are_planned_for_a_gpu(name: str) -> None:
     data = json.loads(run_plan(name, *sizes, *HALF, "--device", "cuda"))
     assert data["device"] == "cuda"
     assert data["peak_bytes"] <= data["baseline_bytes"]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["step", "joint"])
+def test_plan_of_python_is_that_of_the_command_line(file: str, whole: bool) -> None:
+    made, x = from_file(f"{file}:make", {}), torch.zeros(2, 32, 64, dtype=torch.bfloat16)
+    way = {"optimizer": torch.optim.AdamW(made.model.parameters(), lr=1e-3)} if whole else {"forward_backward": True}
+    plan = roamc.plan(made.model, x, device="cuda", loss_fn=made.loss_fn, **way)
+    asked = answer(Request(f"{file}:make", device="cuda", forward_backward=not whole)).plan
+    assert plan.device == "cuda"
+    assert (plan.peak_bytes, plan.fixed_bytes, plan.decisions) == (asked.peak_bytes, asked.fixed_bytes, asked.decisions)
+    assert set(asked.notes) == set(plan.notes)
+    assert "times are those of the device profile h100" in plan.notes
+
+
+def test_device_or_profile_of_python_that_cannot_be() -> None:
+    model, x = torch.nn.Linear(2, 2), torch.zeros(2, 2)
+    with pytest.raises(roamc.OptionError, match="device must be one of cpu, cuda, not 'tpu'"):
+        roamc.plan(model, x, device="tpu")
+    with pytest.raises(roamc.OptionError, match="profile 'cpu' describes a cpu; give a GPU's, such as h100"):
+        roamc.plan(model, x, device="cuda", profile="cpu")
 
 
 @pytest.mark.parametrize(
