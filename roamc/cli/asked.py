@@ -13,8 +13,9 @@ import typer
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="NAME|FILE.py:FUNCTION",
-        help="A built-in model (see roamc models), or a function that returns (model, inputs[, loss_fn[, optimizer]]).",
+        metavar="NAME|FILE.py:FUNCTION|CONFIG",
+        help="A built-in model (see roamc models), a function that returns (model, inputs[, loss_fn[, optimizer]]), or "
+        "a transformers configuration: a folder with config.json, or a .json file.",
     ),
 ]
 Batch = Annotated[int | None, typer.Option("--batch", help="Batch size.")]
@@ -23,9 +24,33 @@ Layers = Annotated[int | None, typer.Option("--layers", help="Number of layers."
 Width = Annotated[int | None, typer.Option("--width", help="Width of the residual stream.")]
 Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
 Vocab = Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="float32, bfloat16, float16 or float64. Default: the configuration's.")
+]
+Task = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        help="What the model of a configuration is trained for: causal-lm, masked-lm, seq2seq-lm, "
+        "image-classification, sequence-classification, token-classification or question-answering. Default: by its "
+        "architecture.",
+    ),
+]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        "--lora",
+        metavar="r=16,targets=q_proj,v_proj",
+        help="Freeze the model of a configuration and train LoRA adapters of peft; alpha= and dropout= as well.",
+    ),
+]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the model or argument of the function; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting of the model, argument of the function or field of the configuration; repeatable.",
+    ),
 ]
 Optimizer = Annotated[
     str | None,
@@ -108,11 +133,12 @@ class Request:
     """What the command line asks to plan.
 
     Attributes:
-        target: name of a built-in model, or ``FILE.py:function``.
-        sizes: sizes of the model by name; None where the default is meant.
+        target: name of a built-in model, ``FILE.py:function``, or path of a configuration of transformers.
+        sizes: sizes of the model, and other settings with options of their own, by name; None for the default.
         sets: further settings of the model or arguments of the function, each as ``key=value``; with the optimizer
             "compact" its :data:`roamc.cli.request.COMPACT` as well.
-        optimizer: name of the optimizer where the target brings none; None for AdamW there.
+        optimizer: name of the optimizer where the target brings none; None for AdamW there, ``"none"`` to leave the
+            update of a loss out.
         forward_backward: whether to leave the update out.
         meta: whether to call the function of a file with the meta device as torch's default.
         clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; None for no clipping.
@@ -128,7 +154,7 @@ class Request:
     """
 
     target: str
-    sizes: Mapping[str, int | None] = field(default_factory=dict)
+    sizes: Mapping[str, int | str | float | bool | None] = field(default_factory=dict)
     sets: tuple[str, ...] = ()
     optimizer: str | None = None
     forward_backward: bool = False
@@ -160,14 +186,16 @@ class Asked:
 
 def _asked(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
-    heads: Heads = None, vocab: Vocab = None, sets: Sets = None, optimizer: Optimizer = None,
-    forward_backward: Halves = False, meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None,
+    heads: Heads = None, vocab: Vocab = None, dtype: Dtype = None, task: Task = None, lora: Lora = None,
+    sets: Sets = None, optimizer: Optimizer = None, forward_backward: Halves = False, meta: Meta = False,
+    clip_grad_norm: Clip = None, memory_budget: Limit = None,
     option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
     tp_plan: TpPlan = None, stage: StageNumber = None,
 ) -> Asked:  # fmt: skip
     request = Request(
         target,
-        sizes={"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab},
+        sizes={"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
+        | {"dtype": dtype, "task": task, "lora": lora},
         sets=tuple(sets or ()),
         optimizer=optimizer,
         forward_backward=forward_backward,

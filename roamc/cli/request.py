@@ -12,12 +12,10 @@ from contextlib import redirect_stdout
 from fractions import Fraction
 from typing import Any
 
-import torch
-
 from roamc import ticker
 from roamc.budget import parse_budget
 from roamc.capture.moved import device_of
-from roamc.cli import zoo
+from roamc.cli import configs, zoo
 from roamc.cli.asked import Request
 from roamc.cli.stages import StagePlan
 from roamc.codegen.source import emit
@@ -341,6 +339,8 @@ def workload_of(request: Request) -> Workload:
     settings = stage_settings(_settings(request), zoo.settings_of(request.target), _stage(request))
     if ":" in request.target or request.target.endswith(".py"):
         workload = from_file(request.target, settings, meta=request.meta)
+    elif request.target not in zoo.MODELS and configs.is_path(request.target):
+        workload = configs.make(request.target, settings)
     else:
         workload = zoo.make(request.target, settings)
     if workload.optimizer is not None and request.optimizer is not None:

@@ -233,10 +233,21 @@ def _typed(key: str, value: Setting, default: Setting) -> Setting:
         return float(value)
     if isinstance(default, float):
         raise OptionError(f"{key} must be a number from 0 up to but not 1, not {value!r}")
-    if isinstance(default, int) and not isinstance(default, bool) and (type(value) is not int or value < 1):
-        raise OptionError(f"{key} must be a whole number from 1, not {value!r}")
+    if isinstance(default, int) and not isinstance(default, bool):
+        return in_range(key, value)
     if isinstance(default, bool) and not isinstance(value, bool):
         raise OptionError(f"{key} must be true or false, not {value!r}")
+    return value
+
+
+def in_range(key: str, value: Setting) -> int:
+    """Return the value of the setting ``key`` if it is a whole number from 1.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if type(value) is not int or value < 1:
+        raise OptionError(f"{key} must be a whole number from 1, not {value!r}")
     return value
 
 
@@ -277,18 +288,23 @@ class _Pretrained:
     fixed: Mapping[str, Any]
 
     def __call__(self, settings: Settings) -> nn.Module:
-        transformers = _transformers()
+        transformers = transformers_of("this model", "; gpt does without")
         values = {field: settings[key] for key, field in self.fields.items()}
         config = getattr(transformers, self.config)(**values, **self.fixed)
         model: nn.Module = getattr(transformers, self.model)(config)
         return model
 
 
-def _transformers() -> Any:
+def transformers_of(what: str, advice: str = "") -> Any:
+    """Return the module transformers.
+
+    Raises:
+        OptionError: it is missing: ``what`` needs it, and ``advice`` says what does without.
+    """
     try:
         import transformers
     except ImportError:
-        raise OptionError("this model needs transformers: pip install 'transformers>=5,<6'; gpt does without") from None
+        raise OptionError(f"{what} needs transformers: pip install 'transformers>=5,<6'{advice}") from None
     return transformers
 
 
