@@ -96,6 +96,7 @@ setup(
             "accelerate",  # the documentation's examples are run; Apache-2.0, 0.4 MB. Trainer needs it
             "lightning",  # the same; Apache-2.0, with torchmetrics and aiohttp 15 MB
             "expecttest",  # torch's own databases of operators, modules and optimizers import it
+            "peft",  # LoRA adapters of configurations; Apache-2.0, 8 MB
             TRANSFORMERS,
             TRITON,  # its interpreter and compiler run without a GPU
         ],

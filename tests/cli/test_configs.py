@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import roamc
+from roamc.cli import configs
 from roamc.cli.request import Request, answer
 from roamc.planning.plan import Plan
+from tests.cli.test_cli import run
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,3 +133,145 @@ def test_adapters_are_those_of_peft_and_nothing_else_is_trained(kind: str, tmp_p
     steps = 4 * sum(p.requires_grad for p in model.parameters())
     assert 0 < plan.fixed_bytes["optimizer state"] <= 2 * trained + steps
     assert any(note.endswith(f"LoRA with {text}") for note in plan.notes)
+
+
+def test_settings_override_the_configuration(tmp_path: Path) -> None:
+    path = written(tmp_path / "llama", "dense")
+    one = configs.make(str(tmp_path / "llama"), {"layers": 1, "vocab": 64, "seq": 8, "batch": 3, "dtype": "bfloat16"})
+    assert len(one.model.model.layers) == 1  # type: ignore[union-attr]
+    assert one.model.lm_head.weight.shape == (64, 32)  # type: ignore[union-attr]
+    assert {parameter.dtype for parameter in one.model.parameters()} == {torch.bfloat16}
+    assert {parameter.device.type for parameter in one.model.parameters()} == {"meta"}
+    assert one.named["input_ids"].shape == (3, 8)
+    assert one.notes == ("LlamaForCausalLM for causal-lm: batch 3, sequence length 8, bfloat16",)
+    assert len(configs.make(path, {"num_hidden_layers": 3}).model.model.layers) == 3  # type: ignore[union-attr]
+    assert configs.make(path, {}).named["input_ids"].shape == (1, 2048)
+    masked = configs.make(path, {"attention_mask": True, "seq": 8}).named["attention_mask"]
+    assert not bool(masked.all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("learned places", {"n_layer": 3}),
+        ("encoder and decoder", {"num_layers": 3, "num_decoder_layers": 3}),
+        ("encoder and decoder with biases", {"encoder_layers": 3, "decoder_layers": 3}),
+        ("windows", {"num_hidden_layers": 3}),
+    ],
+)
+def test_layers_are_those_of_every_stack(kind: str, layers: dict[str, int], tmp_path: Path) -> None:
+    config = configs.make(written(tmp_path, kind), {"layers": 3, "seq": 8}).model.config
+    assert {name: getattr(config, name) for name in layers} == layers  # type: ignore[arg-type]
+
+
+def test_dtype_is_the_configurations_if_none_is_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path, "grouped queries with bias")
+    for dtype, settings in ((torch.bfloat16, {}), (torch.float16, {"dtype": "float16"})):
+        assert {each.dtype for each in configs.make(path, {"seq": 8, **settings}).model.parameters()} == {dtype}
+
+
+def test_size_of_images_is_the_configurations(tmp_path: Path) -> None:
+    path = written(tmp_path, "patches")
+    assert configs.make(path, {}).named["pixel_values"].shape == (1, 3, 32, 32)
+    assert configs.make(path, {"image": 64}).named["pixel_values"].shape == (1, 3, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "model"),
+    [
+        ("encoder", None, "BertForMaskedLM"),
+        ("encoder", "token-classification", "BertForTokenClassification"),
+        ("encoder", "question-answering", "BertForQuestionAnswering"),
+        ("dense", "sequence-classification", "LlamaForSequenceClassification"),
+        ("encoder and decoder", None, "T5ForConditionalGeneration"),
+        ("patches", None, "ViTForImageClassification"),
+    ],
+)
+def test_task_is_that_of_the_architecture_or_the_one_asked_for(
+    kind: str, task: str | None, model: str, tmp_path: Path
+) -> None:
+    for architectures in ([MODELS_BY_HAND[kind][1]], None):
+        path = written(tmp_path, kind)
+        data = json.loads(Path(path).read_text())
+        Path(path).write_text(json.dumps({**data, "architectures": architectures}))
+        made = configs.make(path, {"seq": 8, **({"task": task} if task else {})})
+        assert type(made.model).__name__ == model
+
+
+@pytest.mark.parametrize("task", ["token-classification", "question-answering"])
+def test_other_tasks_are_planned(task: str, tmp_path: Path) -> None:
+    assert from_file(written(tmp_path, "encoder"), task=task).peak_bytes > 0
+
+
+def test_classifier_of_a_decoder_is_planned(tmp_path: Path) -> None:
+    assert from_file(written(tmp_path, "dense"), task="sequence-classification").peak_bytes > 0
+
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TEXT}
+
+FAULTS: dict[str, tuple[Any, list[str], str]] = {
+    "no JSON": ("{", [], "is no JSON: "),
+    "a list": ([1], [], "is no configuration of a transformers model: it has no model_type"),
+    "no model type": ({"a": 1}, [], "is no configuration of a transformers model: it has no model_type"),
+    "diffusers": ({"_class_name": "UNet2DConditionModel"}, [], "is of diffusers, not of a transformers model:"),
+    "unknown type": (
+        {**LLAMA, "model_type": "lama"}, [],
+        f"transformers {transformers.__version__} has no model type 'lama'; did you mean 'llama'? A newer",
+    ),
+    "remote code": ({**LLAMA, "auto_map": {"AutoModel": "x.Y"}}, [], "names code of its own (auto_map), which roamc "),
+    "quantized": ({**LLAMA, "quantization_config": {"bits": 4}}, [], "has quantized weights (quantization_config), "),
+    "no class for the task": (LLAMA, ["--task", "masked-lm"], "of model type 'llama' for masked-lm;"),
+    "no class at all": ({"model_type": "vits"}, [], "of model type 'vits' for a task that roamc knows ("),
+    "unknown task": (LLAMA, ["--task", "causal"], "unknown task 'causal'; did you mean 'causal-lm'?"),
+    "bare architecture": (
+        {**LLAMA, "architectures": ["LlamaModel"]}, [],
+        "is of LlamaModel, which has no loss that roamc knows; say what it is trained for: --task causal-lm, --task ",
+    ),
+    "unknown field": (LLAMA, ["--set", "num_hiden_layers=1"], "has no field 'num_hiden_layers'; did you mean "),
+    "value of a field": (LLAMA, ["--set", "num_hidden_layers=x"], "is refused by transformers: Validation"),
+    "sizes": (LLAMA, ["--heads", "5"], "is refused by transformers: "),
+    "batch": (LLAMA, ["--batch", "0"], "batch must be a whole number from 1, not 0"),
+    "dtype": (LLAMA, ["--dtype", "bfloat"], "float16, float64, not 'bfloat'"),
+    "its dtype": ({**LLAMA, "dtype": "int8"}, [], "float16, float64, not 'int8'"),
+    "places": (LLAMA, ["--seq", "4096"], "seq 4096 is above the 2048 places of "),
+    "adapters": (LLAMA, ["--lora", "rank=4"], "--lora takes r=16,targets=q_proj,v_proj,alpha=32,dropout=0.05, not 'ra"),
+    "rank": (LLAMA, ["--lora", "r=0"], "--lora: r must be a whole number from 1, not '0'"),
+    "dropout": (LLAMA, ["--lora", "dropout=1"], "--lora: dropout must be a number from 0 up to but not 1, not '1'"),
+    "targets": (LLAMA, ["--lora", "r=2,targets=nope"], "--lora r=2,targets=nope is refused by peft: Target modules "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_of_a_configuration_is_one_line_that_says_what_to_do(name: str, tmp_path: Path) -> None:
+    content, arguments, said = FAULTS[name]
+    if "--lora" in arguments:
+        pytest.importorskip("peft")
+    path = tmp_path / "model.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    result = run("plan", str(path), *arguments, code=1)
+    error = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert said in error[0]
+    assert "Traceback" not in result.stderr
+
+
+def test_path_without_a_configuration(tmp_path: Path) -> None:
+    assert "no such file or folder; roamc downloads nothing" in run("plan", "meta-llama/Llama-3-8B", code=1).stderr
+    assert "no.json: no such file or folder" in run("plan", "no.json", code=1).stderr
+    assert f"{tmp_path} has no config.json" in run("plan", str(tmp_path), code=1).stderr
+    (tmp_path / "model_index.json").write_text("{}")
+    assert f"{tmp_path} is of diffusers" in run("plan", str(tmp_path), code=1).stderr
+
+
+@pytest.mark.parametrize(("module", "said"), [("transformers", "a configuration needs"), ("peft", "--lora needs peft")])
+def test_missing_library_is_named(module: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, "dense")
+    monkeypatch.setitem(sys.modules, module, None)
+    stderr = run("plan", path, "--lora", "r=2,targets=q_proj", code=1).stderr
+    assert said in stderr
+    assert "pip install" in stderr
+
+
+def test_settings_of_configurations_are_no_settings_of_a_built_in_model() -> None:
+    for setting in ("task", "lora"):
+        assert f"gpt has no setting '{setting}'" in run("plan", "gpt", f"--{setting}", "x", code=1).stderr
