@@ -114,17 +114,17 @@ def _built(leaves: Iterator[Any], nest: Nest) -> Any:
 
 def tensors_in(tree: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors that :func:`take_apart` finds in ``tree``, each behind what takes it out: ``"['logits']"``."""
-    found: list[tuple[str, torch.Tensor]] = []
+    tensors: list[tuple[str, torch.Tensor]] = []
     for path, leaf in compat.leaves_with_paths(tree):
         container = _container(leaf)
         if isinstance(leaf, torch.Tensor):
-            found.append((path, leaf))
+            tensors.append((path, leaf))
         elif isinstance(leaf, Mapping):
-            found += [(f"{path}[{key!r}]{rest}", each) for key in leaf for rest, each in tensors_in(leaf[key])]
+            tensors += [(f"{path}[{key!r}]{rest}", each) for key in leaf for rest, each in tensors_in(leaf[key])]
         elif container is not None:
             fields = container.fields(leaf).items()
-            found += [(f"{path}.{name}{rest}", each) for name, value in fields for rest, each in tensors_in(value)]
-    return found
+            tensors += [(f"{path}.{name}{rest}", each) for name, value in fields for rest, each in tensors_in(value)]
+    return tensors
 
 
 def check_batch(leaves: Sequence[Any]) -> None:

@@ -92,9 +92,9 @@ def capture(
         halves, outputs, static = compat_aot.forward_backward(model, leaves, call)
     if len(halves) == 1:
         return inference(halves[0], static, name)
-    keys: dict[int | str, Any] = {**dict(enumerate(batch)), **named}
-    inputs = [key for key, value in keys.items() for _ in tensors_in(value)]
-    return _named(stitch(halves[0], halves[1], outputs, static, name), paths, [*[""] * len(static), *inputs])
+    arguments: list[tuple[int | str, Any]] = [*enumerate(batch), *named.items()]
+    inputs = [*static, *(key for key, value in arguments for _ in tensors_in(value))]
+    return _named(stitch(halves[0], halves[1], outputs, static, name), paths, inputs)
 
 
 def _named(graph: TrainGraph, outputs: Sequence[str], inputs: Sequence[int | str]) -> TrainGraph:

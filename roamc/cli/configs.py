@@ -180,20 +180,20 @@ def _offline() -> Any:
 
 def _config(transformers: Any, target: str, data: Mapping[str, Any], fields: Settings) -> Any:
     """The configuration, with ``fields`` in the place of its own."""
-    known = transformers.CONFIG_MAPPING
+    classes = transformers.CONFIG_MAPPING
     kind = data["model_type"]
-    if kind not in known:
+    if kind not in classes:
         raise OptionError(
             f"{target}: transformers {transformers.__version__} has no model type {kind!r}"
-            f"{nearest(kind, known.keys(), 0.8)} A newer transformers may have it"
+            f"{nearest(kind, classes.keys(), 0.8)} A newer transformers may have it"
         )
-    plain = _accepted(target, lambda: known[kind].from_dict(dict(data)))
+    plain = _accepted(target, lambda: classes[kind].from_dict(dict(data)))
     changes: dict[str, Any] = {}
     for key, value in fields.items():
         changes.update(dict.fromkeys(_names(target, plain, key), value))
     if "layers" in fields or "num_hidden_layers" in fields:
         changes.update(_kinds_of_layers(plain, changes))
-    config = _accepted(target, lambda: known[kind].from_dict({**data, **changes}))
+    config = _accepted(target, lambda: classes[kind].from_dict({**data, **changes}))
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:

@@ -239,13 +239,13 @@ class _Step:
             if self.forward_backward:
                 graph = capture(workload, forward_backward=True, device=self.device)
                 return self._alone(graph, options, in_flight)
-            found = workload if self.loss_fn else with_loss(workload, limit, device=self.device)
-            if isinstance(found, TrainGraph):
-                return self._alone(found, options, in_flight)
-        assert found.loss_fn is not None
-        step = TrainStep(model, found.loss_fn, optimizer or optimizer_of(found), options, limit)
+            step_or_graph = workload if self.loss_fn else with_loss(workload, limit, device=self.device)
+            if isinstance(step_or_graph, TrainGraph):
+                return self._alone(step_or_graph, options, in_flight)
+        assert step_or_graph.loss_fn is not None
+        step = TrainStep(model, step_or_graph.loss_fn, optimizer or optimizer_of(step_or_graph), options, limit)
         step_plan = step.plan_in_flight(in_flight, batch, self.named, self.device)
-        return dataclasses.replace(step_plan, notes=(*step_plan.notes, *found.notes))
+        return dataclasses.replace(step_plan, notes=(*step_plan.notes, *step_or_graph.notes))
 
     def _alone(self, graph: TrainGraph, options: Options, in_flight: int) -> Plan:
         return together.alone(devices.noted(graph, options, self.device).replace(in_flight=in_flight), options).plan

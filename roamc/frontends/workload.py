@@ -91,10 +91,10 @@ def capture(
     """
     _check_inputs(workload)
     if workload.loss_fn is None and not forward_backward:
-        found = with_loss(workload, clip_grad_norm, update, device)
-        if isinstance(found, TrainGraph):
-            return found
-        workload = found
+        workload_or_graph = with_loss(workload, clip_grad_norm, update, device)
+        if isinstance(workload_or_graph, TrainGraph):
+            return workload_or_graph
+        workload = workload_or_graph
     with traced_for(device):
         module = forward_backward or not update
         graph = _capture_module(workload) if module else _capture_update(workload, clip_grad_norm)

@@ -194,8 +194,8 @@ def test_task_is_that_of_the_architecture_or_the_one_asked_for(
         path = written(tmp_path, kind)
         data = json.loads(Path(path).read_text())
         Path(path).write_text(json.dumps({**data, "architectures": architectures}))
-        made = configs.make(path, {"seq": 8, **({"task": task} if task else {})})
-        assert type(made.model).__name__ == model
+        workload = configs.make(path, {"seq": 8, **({"task": task} if task else {})})
+        assert type(workload.model).__name__ == model
 
 
 @pytest.mark.parametrize("task", ["token-classification", "question-answering"])

@@ -118,9 +118,11 @@ def test_built_in_models_are_planned_for_a_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["step", "joint"])
 def test_plan_of_python_is_that_of_the_command_line(file: str, whole: bool) -> None:
-    made, x = from_file(f"{file}:make", {}), torch.zeros(2, 32, 64, dtype=torch.bfloat16)
-    way = {"optimizer": torch.optim.AdamW(made.model.parameters(), lr=1e-3)} if whole else {"forward_backward": True}
-    plan = roamc.plan(made.model, x, device="cuda", loss_fn=made.loss_fn, **way)
+    workload, x = from_file(f"{file}:make", {}), torch.zeros(2, 32, 64, dtype=torch.bfloat16)
+    way = (
+        {"optimizer": torch.optim.AdamW(workload.model.parameters(), lr=1e-3)} if whole else {"forward_backward": True}
+    )
+    plan = roamc.plan(workload.model, x, device="cuda", loss_fn=workload.loss_fn, **way)
     asked = answer(Request(f"{file}:make", device="cuda", forward_backward=not whole)).plan
     assert plan.device == "cuda"
     assert (plan.peak_bytes, plan.fixed_bytes, plan.decisions) == (asked.peak_bytes, asked.fixed_bytes, asked.decisions)
