@@ -32,7 +32,7 @@ COMMANDS = (
     "plan vit --memory-budget 70%",
     "plan resnet50 --memory-budget 50%",
     "plan mobilenetv2",
-    "plan gpt2 --mesh pp=4 --stage all",
+    "plan gpt --mesh pp=2 --stage all",
     "explain gpt",
     "explain gpt2 --memory-budget 50%",
     "explain gpt2 --device cuda --source",

@@ -1,4 +1,4 @@
-"""Progress of a command on stderr: nothing for two seconds, then a live line on a terminal, elsewhere one every 5 s."""
+"""Progress of a command on stderr: nothing for two seconds, then a live line on a terminal, elsewhere one every 4 s."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from roamc.units import Seconds
 
 LIVE: Seconds = 0.1
 """Between two looks at what is being done, on a terminal."""
+
+LINES: Seconds = 4.0
+"""Between two lines elsewhere: with what a process does at its end, at most some 6 s pass without one."""
 
 
 class Stages:
@@ -35,7 +38,7 @@ class Stages:
         self._progress = Progress(*columns, console=console, transient=True, disable=not self._live)
         self._task = self._progress.add_task(text, total=steps)
         self._steps = "" if steps is None else f" of {steps}"
-        self._ticker = Ticker(text, self._show, LIVE if self._live else None)
+        self._ticker = Ticker(text, self._show, LIVE if self._live else LINES)
 
     def __enter__(self) -> Stages:
         if is_on():

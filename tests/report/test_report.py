@@ -195,7 +195,7 @@ def test_progress_is_a_line_from_time_to_time_without_a_terminal(
 ) -> None:
     monkeypatch.setenv("ROAMC_PROGRESS", "1")
     monkeypatch.setattr("roamc.ticker.FIRST", 0.0)
-    monkeypatch.setattr("roamc.ticker.EVERY", 0.01)
+    monkeypatch.setattr("roamc.report.progress.LINES", 0.01)
     with Stages("waiting", 3) as stages:
         time.sleep(0.3)
         stages.now("waiting on", 1)
