@@ -34,7 +34,7 @@ from torch import Tensor, fx
 
 from roamc.compat import FakeTensorMode, trace
 from roamc.errors import PlanError
-from roamc.graph import Encoding, Phase, TrainGraph, output_node, placeholders
+from roamc.graph import Encoding, Phase, TrainGraph, copy_origin, output_node, placeholders
 from roamc.graph.reader_kinds import ReaderKinds
 from roamc.graph.rewrite import value_of
 from roamc.graph.storage_ids import STORAGES, ids_of, number, number_result, renewed
@@ -247,7 +247,7 @@ class _Writer(Versions):
         phase_of: fx.Node,
         mark: Mark,
     ) -> fx.Node:
-        """Copy ``recorded`` in front of ``before``, reading ``sources``, with the name and stack trace of ``like``."""
+        """Copy ``recorded`` in front of ``before``, reading ``sources``, with the name and origin of ``like``."""
         with self.graph.graph.inserting_before(before):
             nodes, result = copy_into(self.graph.graph, self.mode, recorded, sources, f"{like.name}_{mark.role}")
         for node in nodes:
@@ -257,8 +257,8 @@ class _Writer(Versions):
         return result
 
     def _note(self, node: fx.Node, like: fx.Node, mark: Mark, phase: Phase) -> None:
-        """Note what a new node is for, where it runs, and that it belongs to the line of ``like``."""
-        node.meta |= {key: like.meta[key] for key in ("stack_trace",) if key in like.meta}
+        """Note what a new node is for, where it runs, and that it comes from where ``like`` does."""
+        copy_origin(node, like)
         node.meta[MARK] = mark
         self.phase[node.name] = phase
 

@@ -31,7 +31,7 @@ from torch import fx
 from roamc.compat_groups import known_rank_in, ranks_in
 from roamc.compat_operators import is_pointwise
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, copied, operators
+from roamc.graph import Phase, TrainGraph, copied, copy_origin, operators
 from roamc.graph.rewrite import mode_of
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
@@ -452,8 +452,7 @@ class _Writer:
         """A new node in front of the one that it stands for, in its phase."""
         with self.graph.graph.inserting_before(self.at):
             node = self.graph.graph.create_node("call_function", target, args, kwargs, name=f"own_{self.at.name}")
-        if "stack_trace" in self.at.meta:
-            node.meta["stack_trace"] = self.at.meta["stack_trace"]
+        copy_origin(node, self.at)
         self.phase[node.name] = self.graph.phase[self.at.name]
         note_results(node, self.mode)
         return node

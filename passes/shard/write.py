@@ -25,7 +25,7 @@ from torch import fx
 from roamc.compat import FakeTensorMode
 from roamc.compat_groups import ranks_in
 from roamc.errors import PlanError
-from roamc.graph import Phase, TrainGraph, operators, output_node, storage_name, tensors_of
+from roamc.graph import Phase, TrainGraph, copy_origin, operators, output_node, storage_name, tensors_of
 from roamc.graph.rewrite import mode_of
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
@@ -537,8 +537,8 @@ class _Writer:
     def _insert(self, target: Any, args: Any, kwargs: Mapping[str, Any], phase: Phase, name: str) -> fx.Node:
         """A new node that no node of the captured graph stands for, at the graph's insertion point."""
         node = self.graph.create_node("call_function", target, args, dict(kwargs), name=f"shard_{name}")
-        if self.like is not None and "stack_trace" in self.like.meta:
-            node.meta["stack_trace"] = self.like.meta["stack_trace"]
+        if self.like is not None:
+            copy_origin(node, self.like)
         self.phase[node.name] = phase
         note_results(node, self.mode)
         return node

@@ -29,7 +29,7 @@ from roamc.compat import identity
 from roamc.compat_fsdp import Sharding, gathered_tensor, settings_of, shardings_of
 from roamc.errors import CaptureError
 from roamc.exchange import difference, first_difference
-from roamc.graph import Phase, operators
+from roamc.graph import Phase, copy_origin, operators
 from roamc.graph.rewrite import derived, mode_of
 from roamc.operators import ops
 
@@ -203,8 +203,7 @@ def _move_to_first_reader(chain: list[fx.Node]) -> None:
     first = min(readers)
     for node in chain:
         first.prepend(node)
-        if "stack_trace" in first.meta:
-            node.meta["stack_trace"] = first.meta["stack_trace"]
+        copy_origin(node, first)
 
 
 def _move_behind_gradient(chain: list[fx.Node], phase: Mapping[str, Phase]) -> None:

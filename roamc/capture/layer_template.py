@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat, compat_repeats
-from roamc.capture import python_keys
+from roamc.capture import module_paths, python_keys
 from roamc.capture.alike import PLAIN, Group, geometry, is_whole
 from roamc.capture.layer_state import LayerState, kept
 from roamc.compat import CaptureMode, identity
@@ -45,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Template:
-    """A layer, traced on its own.
+    """A layer, traced on its own; the modules of its nodes have paths that begin at the layer.
 
     Attributes:
         inputs: nodes of what it reads: arguments, parameters, buffers.
@@ -141,7 +141,10 @@ class Call:
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = compat.unflatten(leaves, self.nest)
         parameters = dict(zip(self.named(), rest, strict=True))
-        with compat.reparametrized(self.layer, parameters), self.group.without_numbers(self.layer):
+        with (
+            compat.reparametrized(self.layer, parameters), self.group.without_numbers(self.layer),
+            module_paths.noted(self.layer, outputs=False), module_paths.inside("", type(self.layer).__name__),
+        ):  # fmt: skip
             state = LayerState(self.layer)
             result = Result(*compat.flatten(self.forward(*args, **kwargs)))
             if state.has_changed():
@@ -258,7 +261,7 @@ def _backward(
     for output in outputs:
         compat.number_backward(output)
     asking = [tensor for tensor in read if tensor.requires_grad]
-    with compat_repeats.without_callers():
+    with compat_repeats.without_callers(), module_paths.of_backward():
         gradients = iter(torch.autograd.grad(outputs, asking, tangents, allow_unused=True))
     return [next(gradients) if tensor.requires_grad else None for tensor in read]
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from roamc.capture.sharing import base_of
 from roamc.compat import FakeTensorMode
-from roamc.graph import Phase, Port, Role
+from roamc.graph import Phase, Port, Role, copy_origin
 from roamc.graph.rewrite import derived
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def own_gradients(
     copies: dict[fx.Node | None, fx.Node] = {}
     for base in [node for node in own if node in viewed]:
         copy = copies[base] = graph.call_function(aten.clone.default, (base,))
-        copy.meta = {key: value for key, value in base.meta.items() if key in ("stack_trace", "nn_module_stack")}
+        copy_origin(copy, base)
         copy.meta["val"] = derived(copy, mode)
         phase[copy.name] = Phase.BACKWARD
     return [copies.get(node, node) for node in gradients]

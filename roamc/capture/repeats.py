@@ -23,12 +23,13 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from roamc import compat, compat_repeats
+from roamc import compat, compat_dynamo, compat_repeats
 from roamc.capture.alike import Group, geometry, groups_of, is_whole
 from roamc.capture.layer_template import Call, NoTemplateError, Template, template_of
 from roamc.capture.tensor_parallel import calls_of
 from roamc.compat import CaptureMode
 from roamc.compat_repeats import Copies
+from roamc.graph.origin import put_under
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
@@ -42,15 +43,15 @@ class _CopiedLayer(torch.autograd.Function):
     """A layer's nodes, copied; its backward copies those of the layer's."""
 
     @staticmethod
-    def forward(ctx: Any, template: Template, copies: Copies, *read: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.template, ctx.copies = template, copies
+    def forward(ctx: Any, copied: _Copied, *read: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.copied = copied
         ctx.set_materialize_grads(False)
-        copies.append(template.forward)
-        return tuple(map(copies.tensor, template.outputs))
+        copied.append(copied.template.forward)
+        return tuple(map(copied.copies.tensor, copied.template.outputs))
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        template, copies = ctx.template, ctx.copies
+        template, copies = ctx.copied.template, ctx.copied.copies
         if torch.is_grad_enabled() or template.tangents[0] in copies.node_of:
             raise DiffersError("a gradient is differentiated, or backward runs twice")
         for tangent, like in zip(tangents, template.tangents, strict=True):
@@ -63,9 +64,9 @@ class _CopiedLayer(torch.autograd.Function):
             ):
                 raise DiffersError("a result has no gradient, or one of another geometry")
             copies.bind(like, node)
-        copies.append(template.backward)
+        ctx.copied.append(template.backward)
         gradients = [None if node is None else copies.tensor(node) for node in template.gradients]
-        return None, None, *gradients
+        return None, *gradients
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,20 @@ class _Copied:
     Attributes:
         template: what it was copied from.
         copies: its nodes.
+        path: that of the layer in the model.
         parameters: nodes of its parameters and buffers.
     """
 
     template: Template
     copies: Copies
+    path: str
     parameters: Sequence[fx.Node | None]
+
+    def append(self, nodes: Sequence[fx.Node]) -> None:
+        """Copy ``nodes`` of the template; the copies belong to the modules of this layer."""
+        self.copies.append(nodes)
+        for node in nodes:
+            put_under(self.copies.node_of[node], self.path)
 
 
 def _check_users(copied: _Copied, own: Collection[fx.Node]) -> None:
@@ -115,6 +124,7 @@ class Repeats:
         asked = set(map(id, trained))
         needed = all(id(parameter) in asked for parameter in model.parameters() if parameter.requires_grad)
         self._groups = groups_of(model) if needed else []
+        self._paths = {id(module): path for path, module in compat_dynamo.original(model).named_modules()}
         self._templates: dict[Hashable, Template | None] = {}
         self._copied: list[_Copied] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -165,8 +175,10 @@ class Repeats:
             calls.count += more
         read = call.read()
         copies = Copies(self._mode, template.inputs, [compat.node_of(tensor) for tensor in read])
-        outputs: Sequence[torch.Tensor] = _CopiedLayer.apply(template, copies, *read)  # type: ignore[no-untyped-call]
-        self._copied.append(_Copied(template, copies, tuple(map(compat.node_of, call.named().values()))))
+        parameters = tuple(map(compat.node_of, call.named().values()))
+        copied = _Copied(template, copies, self._paths[id(call.layer)], parameters)
+        outputs: Sequence[torch.Tensor] = _CopiedLayer.apply(copied, *read)  # type: ignore[no-untyped-call]
+        self._copied.append(copied)
         self._versions += [(tensor, tensor._version) for tensor in (*read, *outputs)]
         return template.result.with_tensors(outputs)
 

@@ -33,6 +33,7 @@ from roamc.capture.value_check import values_kept
 from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, output_values, placeholders
+from roamc.graph.origin import module_of, put_module
 from roamc.graph.rewrite import Writer
 from roamc.graph.storage_ids import number
 from roamc.operators.corrections import correct
@@ -211,7 +212,7 @@ class _Assembly:
         loss, *gradients = returned_values(end)
         name_own_parts(graph)
         phase = phases_of(graph, loss)
-        _trace_back(graph, phase)
+        self._name_modules(dict(zip(self.traced.updated, gradients, strict=False)))
         groups = self._groups()
         parameters = dict(zip(self.traced.parameters, inputs, strict=False))
         grads = dict(zip(self.traced.updated, gradients, strict=False))
@@ -252,6 +253,13 @@ class _Assembly:
             fully_sharded.sequence(graph), fully_sharded.groups_of(traced.shardings), tuple(traced.changes),
             traced.handed, tuple(traced.questions), projected.streams,
         )  # fmt: skip
+
+    def _name_modules(self, gradients: Mapping[str, fx.Node]) -> None:
+        """Gradients that no single call makes, as of tied weights, belong to the module of their parameter."""
+        model = type(compat_dynamo.original(self.request.model)).__name__
+        for name, gradient in gradients.items():
+            if gradient.op == "call_function" and not module_of(gradient):
+                put_module(gradient, name.rpartition(".")[0], model)
 
     def _handed_ports(self) -> Iterator[Port]:
         for index in self.traced.handed:
@@ -396,16 +404,3 @@ def _bare(module: fx.GraphModule) -> TrainGraph:
     inputs = tuple(Port(node.name, Role.INPUT) for node in placeholders(graph))
     outputs = tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(output_values(graph))))
     return TrainGraph("step", module, inputs, outputs, {node.name: Phase.FORWARD for node in operators(graph)})
-
-
-def _trace_back(graph: fx.Graph, phase: Mapping[str, Phase]) -> None:
-    """Give operators of backward the line of the forward call that they belong to."""
-    lines: dict[int, str] = {}
-    for node in operators(graph):
-        number, trace = node.meta.get("seq_nr"), node.meta.get("stack_trace")
-        if number is None:
-            continue
-        if phase[node.name] is Phase.FORWARD and trace:
-            lines[number] = trace
-        elif phase[node.name] is Phase.BACKWARD and not trace and number in lines:
-            node.meta["stack_trace"] = lines[number]

@@ -20,6 +20,7 @@ from roamc.capture import (
     dropouts,
     fully_sharded,
     gather_judge,
+    module_paths,
     recurrent,
     refusals,
     rng_replay,
@@ -219,9 +220,11 @@ class Trace:
             torch.enable_grad(), torch.autograd.set_detect_anomaly(False), compat.reparametrized(model, stand_ins),
             rng_replay.followed(), closures, communication.followed(), followed(self.replicas) as called,
             casts_alone(model), self.repeats.followed() if self.repeats else contextlib.nullcontext(),
+            module_paths.noted(compat_dynamo.original(model)),
         ):  # fmt: skip
             parameters, buffers = parameters_by_name(model), buffers_by_name(model)
-            loss = self.request.loss_fn(model, *self.request.rebuild(values))
+            with module_paths.inside(module_paths.LOSS):
+                loss = self.request.loss_fn(model, *self.request.rebuild(values))
             check_untouched(leaves, stand_ins, before)
             check_memory(named, memory)
             check_same_parameters(model, parameters)
@@ -231,7 +234,7 @@ class Trace:
             compat.number_backward(loss)
             trained = {name: leaves[name] for name in self.trained}
             asking = wanted_of(batch)
-            with user_line.of_backward():
+            with user_line.of_backward(), module_paths.of_backward():
                 gradients = torch.autograd.grad(loss, [*trained.values(), *asking.values()], allow_unused=True)
             write_back(model, buffers, self._mode)  # by now: backward may read what a buffer was
         check_gradients([*trained, *(f"a batch tensor of shape {tuple(x.shape)}" for x in asking.values())], gradients)

@@ -4,6 +4,7 @@
 the arena. ``rewrite`` writes nodes, ``verify`` and ``value_flow`` check what a pass leaves, ``printed`` shows a graph.
 """
 
+from roamc.graph.origin import copy_origin, module_of, source_line
 from roamc.graph.train_graph import (
     Agreement,
     Encoding,
@@ -20,7 +21,6 @@ from roamc.graph.train_graph import (
     output_node,
     output_values,
     placeholders,
-    source_line,
     storage_name,
     tensors_of,
 )
@@ -35,8 +35,10 @@ __all__ = [
     "TrainGraph",
     "attribute",
     "copied",
+    "copy_origin",
     "main_device",
     "maker_of",
+    "module_of",
     "operators",
     "output_node",
     "output_values",

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from roamc.compat import FakeTensorMode, fake_mode_of, with_bits, without_autocast
-from roamc.graph import Phase, tensors_of
+from roamc.graph import Phase, copy_origin, tensors_of
 from roamc.graph.storage_ids import number_result
 from roamc.operators.random import save_rng_state, state_bytes
 
@@ -23,7 +23,7 @@ class Writer:
         mode: the fake mode that its tensors belong to.
         current: the phase of the nodes written from now on; at first the argument ``phase`` of the constructor.
         phase: name to phase of every node written, to be added to ``TrainGraph.phase``; empty at first.
-        like: the node whose stack trace new nodes get; None, as at first, for no stack trace.
+        like: the node whose line and module new nodes get; None, as at first, for none.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, phase: Phase) -> None:
@@ -44,8 +44,8 @@ class Writer:
         node = self.graph.call_function(target, args, kwargs)
         with self.mode, without_autocast():
             node.meta["val"] = target(*fx.map_arg(args, value_of), **fx.map_arg(kwargs, value_of))
-        if self.like is not None and "stack_trace" in self.like.meta:
-            node.meta["stack_trace"] = self.like.meta["stack_trace"]
+        if self.like is not None:
+            copy_origin(node, self.like)
         self.phase[node.name] = self.current
         return node
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +20,6 @@ from roamc.graph.layout import Layout
 from roamc.operators.ops import Need
 from roamc.operators.table import Kind
 from roamc.units import Bytes
-
-_CAPTURE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "capture", "")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class Phase(enum.IntEnum):
@@ -291,19 +286,6 @@ def attribute(module: torch.nn.Module, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
-
-
-def source_line(node: fx.Node) -> str:
-    """Return the user's line that made ``node``, as ``file.py:line``; "" if ``node`` has no stack trace.
-
-    It is the innermost line outside torch and roamc's capture; one of torch's where there is no other. "?" stands for
-    what cannot be printed in a file's name, since the text goes into comments of programs.
-    """
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    outside = [frame for frame in frames if not frame[0].startswith(_CAPTURE)]
-    own = [frame for frame in outside if "/torch/" not in frame[0]] or outside
-    text = f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def main_device(graph: TrainGraph) -> torch.device:

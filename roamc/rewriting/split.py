@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from roamc.errors import PlanError
-from roamc.graph import TrainGraph
+from roamc.graph import TrainGraph, copy_origin
 from roamc.graph.rewrite import derived, mode_of
 from roamc.graph.storage_ids import number_result
 from roamc.operators.split_collectives import STARTS, WAIT, can_start
@@ -63,8 +63,7 @@ def _split(graph: fx.Graph, node: fx.Node, mode: Any) -> fx.Node:
     with graph.inserting_after(node):
         wait = graph.create_node("call_function", WAIT, (node,), name=wait_name(node.name))
     wait.meta["val"] = derived(wait, mode)
-    if "stack_trace" in node.meta:
-        wait.meta["stack_trace"] = node.meta["stack_trace"]
+    copy_origin(wait, node)
     number_result(wait)
     node.replace_all_uses_with(wait, delete_user_cb=lambda user: user is not wait)
     return wait

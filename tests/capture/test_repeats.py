@@ -22,7 +22,7 @@ from roamc.compat_repeats import Copies
 from roamc.errors import OptionError
 from roamc.frontends.mesh import Mesh, on_mesh
 from roamc.frontends.workload import Workload, capture
-from roamc.graph import TrainGraph, source_line
+from roamc.graph import Phase, TrainGraph, module_of, operators, source_line
 from roamc.graph.fingerprint import fingerprint
 from tests.small_models import square
 
@@ -86,9 +86,10 @@ def traced(
     return graph, list(RUNS)
 
 
-def text_of(graph: TrainGraph) -> tuple[str, list[str]]:
+def text_of(graph: TrainGraph) -> tuple[str, list[tuple[str, str]]]:
     """What plans and reports read of a graph; torch has no line for detached tensors that backward makes."""
-    return fingerprint(graph), [source_line(node) for node in graph.graph.nodes if node.target not in COPIES]
+    nodes = [node for node in graph.graph.nodes if node.target not in COPIES]
+    return fingerprint(graph), [(source_line(node), module_of(node)) for node in nodes]
 
 
 def assert_same(model: nn.Module, runs: int, **asked: Any) -> None:
@@ -517,3 +518,16 @@ def captured_model(workload: Workload) -> nn.Module:
     part = on_mesh(workload, Mesh(tp=2))
     capture(part)
     return part.model
+
+
+def test_copies_belong_to_the_modules_of_their_own_layer() -> None:
+    graph, runs = traced(Stack(), repeated=True)
+    assert len(runs) == 1
+    of_phase: dict[Phase, list[set[str]]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+    for phase, layers in of_phase.items():
+        nodes = [node for node in operators(graph.graph) if graph.phase[node.name] is phase]
+        modules = [module_of(node) for node in nodes]
+        layers += [{path.partition(f"layers.{at}")[2] for path in modules if f"layers.{at}" in path} for at in range(LAYERS)]
+        assert all(layer == layers[0] for layer in layers)
+    assert of_phase[Phase.FORWARD][0] == {"", ".norm", ".up", ".down"}
+    assert of_phase[Phase.BACKWARD][0] == {"", ".norm", ".up", ".down"}
