@@ -212,6 +212,23 @@ def overwritten_inputs(forward: fx.Graph) -> frozenset[str]:
     return frozenset(node.name for node in entries if _whole(node.meta.get("desc")) in written)
 
 
+def output_places(forward: fx.Graph) -> dict[int, int]:
+    """Return the position, among the results of ``forward``, of each tensor that the traced function returns.
+
+    Args:
+        forward: AOTAutograd's graph of forward.
+
+    Returns:
+        The position among the tensors that the function returns to that among the results. None is known if torch does
+        not say it.
+    """
+    from torch._functorch._aot_autograd import descriptors
+
+    end = next(node for node in reversed(forward.nodes) if node.op == "output")
+    outputs = [_whole(described) for described in end.meta.get("desc") or ()]
+    return {out.idx: place for place, out in enumerate(outputs) if isinstance(out, descriptors.PlainAOTOutput)}
+
+
 def output_of(tangent: fx.Node) -> int | None:
     """Return the position, among the tensors that the traced function returns, of that with the gradient ``tangent``.
 

@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat_aot, compat_dynamo
-from roamc.capture import attributes, communication, recurrent, refusals, user_line
+from roamc.capture import attributes, communication, module_paths, recurrent, refusals, user_line
 from roamc.capture.batch import put_together, take_apart, tensors_in
 from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.own_gradients import own_gradients
@@ -32,8 +32,20 @@ from roamc.capture.reinplace import reinplace
 from roamc.capture.tokens import without_tokens
 from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size, with_bits
 from roamc.errors import CaptureError
-from roamc.graph import Phase, Port, Role, TrainGraph, attribute, output_values, placeholders, source_line, tensors_of
+from roamc.graph import (
+    Phase,
+    Port,
+    Role,
+    TrainGraph,
+    attribute,
+    copy_origin,
+    output_values,
+    placeholders,
+    source_line,
+    tensors_of,
+)
 from roamc.graph.memory import WROTE_OVER
+from roamc.graph.origin import OUTPUT
 from roamc.graph.rewrite import given, mode_of, value_of
 from roamc.graph.storage_ids import addresses, addresses_of, number
 from roamc.interruptions import TRACED, uninterrupted
@@ -49,6 +61,7 @@ def capture(
     named: Mapping[str, Any],
     name: str,
     look: Callable[[Any], None] = lambda output: None,
+    root: nn.Module | None = None,
 ) -> TrainGraph:
     """Trace ``model(*batch, **named)`` and its backward under fake tensors, as torch.compile does.
 
@@ -58,6 +71,7 @@ def capture(
         named: keyword arguments.
         name: of the graph, for logs and reports.
         look: called with what the model has returned, each time that it has run; what it raises ends the capture.
+        root: the part of ``model`` that paths of modules begin at; None for all of it.
 
     Returns:
         The graph as :func:`stitch` makes it, with tangents named after the outputs, as "gradient of output['logits']",
@@ -73,7 +87,8 @@ def capture(
 
     def call(model: nn.Module, *values: Any) -> Any:
         args, kwargs = put_together(values, nest)
-        result = model(*args, **kwargs)
+        with module_paths.noted(root or model, outputs=False), module_paths.inside(module_paths.LOSS):
+            result = model(*args, **kwargs)
         look(result)
         returned = tensors_in(result)
         paths[:] = [path for path, _ in returned]
@@ -90,15 +105,29 @@ def capture(
         attributes.put_back(tuple(model.modules())),
     ):
         halves, outputs, static = compat_aot.forward_backward(model, leaves, call)
-    if len(halves) == 1:
-        return inference(halves[0], static, name)
+    places = compat_aot.output_places(halves[0].graph)
     arguments: list[tuple[int | str, Any]] = [*enumerate(batch), *named.items()]
     inputs = [*static, *(key for key, value in arguments for _ in tensors_in(value))]
-    return _named(stitch(halves[0], halves[1], outputs, static, name), paths, inputs)
+    if len(halves) == 1:
+        return _named(inference(halves[0], static, name), paths, inputs, places)
+    return _named(stitch(halves[0], halves[1], outputs, static, name), paths, inputs, places)
 
 
-def _named(graph: TrainGraph, outputs: Sequence[str], inputs: Sequence[int | str]) -> TrainGraph:
-    """Name tangents after the ``outputs`` of the model, whose paths these are, and inputs after the arguments."""
+def _named(
+    graph: TrainGraph, outputs: Sequence[str], inputs: Sequence[int | str], places: Mapping[int, int]
+) -> TrainGraph:
+    """Name ``graph``'s values as the user does: outputs by their paths, tangents after them, inputs after arguments.
+
+    Args:
+        graph: of a model.
+        outputs: paths of what the model returned.
+        inputs: keys of the arguments that inputs come from, with static ones in front.
+        places: from a position among ``outputs`` to one among the graph's results.
+    """
+    results = output_values(graph.graph)
+    for position, place in places.items():
+        if (node := results[place]) is not None:
+            node.meta[OUTPUT] = f"output{outputs[position]}"
 
     def port(node: fx.Node, port: Port) -> Port:
         if port.role is Role.TANGENT:
@@ -144,6 +173,11 @@ def stitch(
     late = builder.feed(backward.graph, saved)
     inputs += [Port(node.name, Role.TANGENT, Phase.BACKWARD) for node in late]
     builder.copy(backward.graph, Phase.BACKWARD)
+    places = compat_aot.output_places(forward.graph)
+    for tangent in [builder.env[node.name] for node in late]:
+        made = first[places[position]] if (position := compat_aot.output_of(tangent)) in places else None
+        if made is not None:
+            copy_origin(tangent, made)
     second = [builder.mapped(node) for node in output_values(backward.graph)]
     if builder.mode is not None:
         second = own_gradients(builder.graph, second, inputs, builder.mode, builder.phase)

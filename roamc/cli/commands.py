@@ -26,7 +26,7 @@ import roamc
 from roamc import files
 from roamc.budget import parse_budget
 from roamc.cli.asked import Asked, Request, asking
-from roamc.errors import BudgetError, OptionError, RoamcError
+from roamc.errors import BudgetError, OptionError, RoamcError, nearest
 from roamc.report.progress import Stages
 from roamc.report.tables import console, show_rows
 from roamc.units import parse_bytes
@@ -145,9 +145,14 @@ def explain(
         typer.Option("--kernels", help="With --device cuda: also compile every kernel for A100 and H100 and show its "
                      "registers. Needs Triton; takes about a second per kernel."),
     ] = False,
+    by: Annotated[
+        str | None,
+        typer.Option("--by", metavar="module|line|kind", help="What a peak is summed up by. Default: module, or line "
+                     "for a graph without modules."),
+    ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Number of rows per list.")] = 10,
 ) -> None:  # fmt: skip
-    """Explain a plan: what is live at the peak, what is recomputed or fused, by line of the model.
+    """Explain a plan: what is live at the peak, what is recomputed or fused, by module and line.
 
     Example: roamc explain gpt --batch 8 --top 20
     """
@@ -156,6 +161,8 @@ def explain(
             raise OptionError("--source and --graph print one text each: give one of them")
         if kernels and (source or graph):
             raise OptionError("--kernels adds to the report, which --source and --graph leave out")
+        if by is not None and by not in BY:
+            raise OptionError(f"--by {by}{nearest(by, BY)} Choices: {', '.join(BY)}")
         budget, number = _only(asked.budgets), _stage_number(asked.stage)
         request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
         traced = not (source or graph) if curve is None else curve
@@ -174,10 +181,10 @@ def explain(
             more: dict[str, Any] = {"graph": printed(report.graph)} if graph else {}
             if compiled is not None:
                 more["kernels"] = [dataclasses.asdict(kernel) for kernel in compiled]
-            _print_json({**report.to_dict(top), **more})
+            _print_json({**report.to_dict(top, by), **more})
             return
         if not (source or graph) or curve or html is not None:
-            text.show_explanation(console(), report, top)
+            text.show_explanation(console(), report, top, by)
             if compiled is not None:
                 text.show_kernels(console(), compiled)
             for content, path in (("picture", html), ("graph", graphml)):

@@ -275,7 +275,7 @@ def _check_inputs(workload: Workload) -> None:
 
 def _capture_module(workload: Workload) -> TrainGraph:
     model = workload.model if workload.loss_fn is None else _Loss(workload.model, workload.loss_fn)
-    return joint.capture(model, workload.batch, workload.named, workload.name)
+    return joint.capture(model, workload.batch, workload.named, workload.name, root=workload.model)
 
 
 def _module(path: Path) -> ModuleType:

@@ -26,15 +26,13 @@ from torch import fx
 from roamc.graph import Phase, tensors_of
 from roamc.graph.lifetimes import dropped_lifetimes, lifetimes, sizes, timeline
 from roamc.graph.memory import WROTE_OVER, Int64s, MemoryModel, Operator, Place, Step, Storage, roots_of
+from roamc.graph.origin import SUM_OF_GRADIENTS
 from roamc.graph.rewrite import value_of
 from roamc.operators import ops
 from roamc.operators.random import dropout_mask
 from roamc.units import Bytes
 
 aten = torch.ops.aten
-
-SUM_OF_GRADIENTS = "is_gradient_acc"
-"""Key in a node's ``meta``, set by torch: autograd adds up two gradients of one tensor."""
 
 STEPS_OWN = (Place.TEMPORARY, Place.TANGENT)
 """Places of storages that nobody holds behind their last use in the graph."""

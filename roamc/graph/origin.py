@@ -19,6 +19,9 @@ ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack")
 OUTPUT = "output_of_model"
 """Key in ``node.meta`` of what the model returns; the value is its place there, as ``output['logits']``."""
 
+SUM_OF_GRADIENTS = "is_gradient_acc"
+"""Key in a node's ``meta``, set by torch: autograd adds up two gradients of one tensor."""
+
 _CAPTURE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "capture", "")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -47,11 +50,17 @@ def module_of(node: fx.Node) -> str:
     For a node of backward it is the module whose forward it belongs to. The model itself has no path: the name of its
     class stands for it. "" if none is known.
     """
+    path, kind = innermost(node)
+    return path or kind
+
+
+def innermost(node: fx.Node) -> tuple[str, str]:
+    """Return path and class of the module that :func:`module_of` names; the path of the model itself is ""."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
-        return ""
+        return "", ""
     path, kind = tuple(stack.values())[-1][:2]
-    return path_of(path) or _printable(kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
+    return path_of(path), _printable(kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
 
 
 def path_of(path: str) -> str:
@@ -83,7 +92,7 @@ def trace_back(forward: Iterable[fx.Node], backward: Iterable[fx.Node]) -> None:
     """Give nodes of backward the line and the module of the forward call that they belong to, where they have none.
 
     torch notes the number of that call as ``"seq_nr"`` of both. Operators behind it that have no gradient have the
-    number as well: the first is the call's own.
+    number as well: the first is the call's own. A sum of gradients belongs to no call.
     """
     calls: dict[int, fx.Node] = {}
     for node in forward:
@@ -91,7 +100,7 @@ def trace_back(forward: Iterable[fx.Node], backward: Iterable[fx.Node]) -> None:
             calls.setdefault(node.meta["seq_nr"], node)
     for node in backward:
         call = calls.get(node.meta.get("seq_nr", -1))
-        if call is not None:
+        if call is not None and not node.meta.get(SUM_OF_GRADIENTS):
             node.meta |= {key: call.meta[key] for key in ORIGIN if key in call.meta and not node.meta.get(key)}
 
 

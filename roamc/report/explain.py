@@ -12,25 +12,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-from roamc.graph import Phase, TrainGraph
+from roamc.graph import Phase, TrainGraph, placeholders
 from roamc.graph.eager_memory import eager_lifetimes, of_eager
 from roamc.graph.layout import Layout
 from roamc.graph.lifetimes import lifetimes, sizes, timeline
 from roamc.graph.memory import Int64s, MemoryModel, Place, Storage, build_memory
+from roamc.graph.origin import OUTPUT
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.operators.schemas import name_of
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
 from roamc.report.curve import Curve
 from roamc.report.fused import Grouped, grouped
-from roamc.report.origin import origin, parameter_names
+from roamc.report.origin import NOWHERE, Origins
 from roamc.report.projected import ProjectedWeight, projected
 from roamc.report.rerun import Dropped, Smaller, dropped, smaller
 from roamc.units import Bytes
 
 KINDS = ("saved", "gradient", "output", "tangent", "temporary")
 """Every :attr:`Live.kind`, those that live longest first."""
+
+BY = ("module", "line", "kind")
+"""What storages of a peak are summed up by."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,10 @@ class Live:
         operator: name of the operator that makes it, such as ``aten.mm.default``; empty for a tangent.
         phase: name of that operator's phase; ``"BACKWARD"`` for a tangent.
         source: the line of the user's model, or the parameter that an update belongs to; see
-            :func:`roamc.report.origin.origin`.
+            :class:`roamc.report.origin.Origin`, for ``module`` and ``layers`` as well.
+        module: path of the module of the model that makes it; for a tangent, of the one that made its output.
+        layers: ``module`` with ``*`` for the numbers of layers.
+        output: its place in what the model returns, as ``output['logits']``; empty if it is not returned.
         born: the step that makes it, from 0.
         dead: the step behind its last use.
     """
@@ -58,22 +66,34 @@ class Live:
     operator: str
     phase: str
     source: str
+    module: str
+    layers: str
+    output: str
     born: int
     dead: int
 
 
 @dataclass(frozen=True)
 class Group:
-    """All storages of a peak of one kind that one line of the model makes with one operator, such as one per layer.
+    """All storages of a peak that :func:`groups` sums up.
 
-    ``source``, ``operator`` and ``kind`` are as in :class:`Live`; ``count`` storages have ``nbytes`` together.
+    Attributes:
+        module: as :attr:`Live.layers`; empty unless they are summed up by module.
+        source: as :attr:`Live.source`; empty unless they are summed up by line.
+        operator: as :attr:`Live.operator`; empty unless they are summed up by line.
+        kind: as :attr:`Live.kind`.
+        count: number of storages.
+        nbytes: bytes of all of them.
+        modules: number of modules that make them: of the layers that ``module`` stands for.
     """
 
+    module: str
     source: str
     operator: str
     kind: str
     count: int
     nbytes: Bytes
+    modules: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +107,7 @@ class Peak:
         operator: name of its operator, such as ``aten.mm.default``.
         phase: name of its phase.
         source: where it comes from, as in :class:`Live`.
+        module: its module, as in :class:`Live`.
         live_bytes: bytes of ``storages`` together.
         storages: all storages that live at that step, largest first.
         by_kind: bytes by :attr:`Live.kind`.
@@ -100,6 +121,7 @@ class Peak:
     operator: str
     phase: str
     source: str
+    module: str
     live_bytes: Bytes
     storages: tuple[Live, ...]
     by_kind: Mapping[str, Bytes]
@@ -158,17 +180,18 @@ class Explanation:
     source: str = field(default="", repr=False)
     curve: Curve | None = None
 
-    def to_dict(self, top: int | None = None) -> dict[str, Any]:
+    def to_dict(self, top: int | None = None, by: str | None = None) -> dict[str, Any]:
         """Return all but the graph as plain data, ready for JSON.
 
         Args:
             top: number of storages and of groups of each peak to keep, from the largest on; None keeps all.
+            by: as for :func:`groups`.
         """
         data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "graph"}
         data["plan"] = self.plan.to_dict(seconds=True)
         for key in ("eager", "planned"):
             data[key] = dataclasses.asdict(data[key])
-            data[key]["groups"] = [dataclasses.asdict(group) for group in groups(getattr(self, key))][:top]
+            data[key]["groups"] = [dataclasses.asdict(group) for group in groups(getattr(self, key), by)][:top]
             data[key]["storages"] = data[key]["storages"][:top]
         for key in ("allocating", "dropped", "smaller", "projected", "grouped"):
             data[key] = [dataclasses.asdict(item) for item in data[key]]
@@ -249,6 +272,7 @@ def find_peak(graph: TrainGraph, lives: Lives) -> Peak:
     memory, born, dead, live = lives.memory, lives.born, lives.dead, lives.live
     step = int(np.argmax(live))
     operator = memory.operators[step]
+    origin = Origins(graph).of(operator.node, operator.phase)
     alive = np.flatnonzero((born <= step) & (step < dead))
     storages = sorted(describe(graph, memory, born, dead, alive), key=lambda item: (-item.nbytes, item.born, item.name))
     return Peak(
@@ -257,7 +281,8 @@ def find_peak(graph: TrainGraph, lives: Lives) -> Peak:
         name=operator.node.name,
         operator=name_of(operator.node.target),
         phase=operator.phase.name,
-        source=origin(operator.node, operator.phase, parameter_names(graph)),
+        source=origin.source,
+        module=origin.module,
         live_bytes=int(live[step]),
         storages=tuple(storages),
         by_kind=_sums(storages, "kind"),
@@ -266,14 +291,29 @@ def find_peak(graph: TrainGraph, lives: Lives) -> Peak:
     )
 
 
-def groups(peak: Peak) -> tuple[Group, ...]:
-    """Return the storages of ``peak`` summed up by line, operator and kind, groups of most bytes first."""
-    totals: dict[tuple[str, str, str], Group] = {}
+def groups(peak: Peak, by: str | None = None) -> tuple[Group, ...]:
+    """Return the storages of ``peak`` summed up, groups of most bytes first.
+
+    Args:
+        peak: the peak.
+        by: one of :data:`BY`: by module and kind; by line, operator and kind; or by kind alone. None for by module
+            where modules are known, else by line.
+    """
+    by = by or by_default(peak)
+    members: dict[tuple[str, str, str, str], list[Live]] = {}
     for storage in peak.storages:
-        key = (storage.source, storage.operator, storage.kind)
-        before = totals.get(key, Group(*key, 0, 0))
-        totals[key] = Group(*key, before.count + 1, before.nbytes + storage.nbytes)
-    return tuple(sorted(totals.values(), key=lambda item: (-item.nbytes, item.source, item.operator, item.kind)))
+        line = (storage.source, storage.operator) if by == "line" else ("", "")
+        members.setdefault((storage.layers if by == "module" else "", *line, storage.kind), []).append(storage)
+    totals = [
+        Group(*key, len(own), sum(each.nbytes for each in own), len({each.module for each in own}))
+        for key, own in members.items()
+    ]
+    return tuple(sorted(totals, key=lambda item: (-item.nbytes, item.module, item.source, item.operator, item.kind)))
+
+
+def by_default(peak: Peak) -> str:
+    """Return which of :data:`BY` the storages of ``peak`` are summed up by where nobody says it."""
+    return "module" if any(storage.module for storage in peak.storages) else "line"
 
 
 def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
@@ -309,21 +349,39 @@ def describe(graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s,
         rows: indices into ``memory.counted``.
     """
     saved = {storage.index for storage in memory.saved}
-    names = parameter_names(graph)
+    origins, outputs = Origins(graph), _outputs(graph, memory)
+    inputs = {node.name: node for node in placeholders(graph.graph)}
     for row in rows:
         storage = memory.counted[row]
         maker = memory.operators[storage.producer] if storage.producer >= 0 else None
+        node = maker.node if maker else inputs.get(storage.name)
+        phase = maker.phase if maker else Phase.BACKWARD
+        origin = origins.of(node, phase) if node else NOWHERE
         yield Live(
             name=storage.name,
             nbytes=storage.nbytes,
             kind=_kind(storage, storage.index in saved),
             place=_place(storage, graph.layout),
             operator=name_of(maker.node.target) if maker else "",
-            phase=maker.phase.name if maker else Phase.BACKWARD.name,
-            source=origin(maker.node, maker.phase, names) if maker else "",
+            phase=phase.name,
+            source=origin.source if maker else "",
+            module=origin.module,
+            layers=origin.layers,
+            output=outputs.get(storage.index, ""),
             born=int(born[row]),
             dead=int(dead[row]),
         )
+
+
+def _outputs(graph: TrainGraph, memory: MemoryModel) -> dict[int, str]:
+    """Index of each storage that is as large as what the model returns in it to the place of that."""
+    places: dict[int, str] = {}
+    for node in graph.graph.nodes:
+        if OUTPUT in node.meta and isinstance(node.meta.get("val"), torch.Tensor):
+            storage, value = memory.storage_of(node), node.meta["val"]
+            if storage.nbytes == value.numel() * value.itemsize:
+                places.setdefault(storage.index, node.meta[OUTPUT])
+    return places
 
 
 def _kind(storage: Storage, saved: bool) -> str:

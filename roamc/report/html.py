@@ -17,7 +17,7 @@ from roamc import files
 from roamc.report import text
 from roamc.report.chart import WIDTH, Chart, box_chart, timeline_chart
 from roamc.report.curve_chart import curve_chart
-from roamc.report.explain import KINDS, groups
+from roamc.report.explain import KINDS, by_default, groups
 from roamc.report.picture import Box, Course, Picture
 from roamc.units import Bytes, format_bytes
 
@@ -65,7 +65,9 @@ def render(picture: Picture) -> str:
         seconds=sum(plan.seconds.values()),
         stages=text.stage_times(plan.seconds),
         peaks={"eager": report.eager, "planned": report.planned},
-        groups=groups(report.planned),
+        by=by_default(report.planned),
+        groups=text.group_rows(report.planned),
+        rest=sum(group.nbytes for group in groups(report.planned)[20:]),
         tables=text.tables(report),
         kinds=[kind for kind in KINDS if picture.before.by_kind[kind].any() or picture.after.by_kind[kind].any()],
         meaning=MEANING,
@@ -104,9 +106,9 @@ def table(picture: Picture) -> dict[str, Any]:
 
     Each text is stored once, in ``texts``; everywhere else its index there stands for it. The keys:
 
-    - ``before``, ``after``: the two orders, each with ``work``, a row (node, operator, phase, line) for each step, and
+    - ``before``, ``after``: the two orders, each with ``work``, a row (node, operator, phase, line, module) for each step, and
       ``live``, the live bytes at each step.
-    - ``boxes``: under ``arena`` and ``outside``, one row for each storage: (name, kind, place, operator, line, bytes,
+    - ``boxes``: under ``arena`` and ``outside``, one row for each storage: (name, kind, place, operator, line, module, bytes,
       born, dead, low, names of the results that lie in it).
     - ``texts``: the list of all texts.
     """
@@ -125,7 +127,7 @@ def _room(size: Bytes) -> Bytes:
 
 
 def _course(course: Course, texts: dict[str, int]) -> dict[str, Any]:
-    work = [_numbers((w.name, text.short(w.operator), w.phase, w.source), texts) for w in course.work]
+    work = [_numbers((w.name, text.short(w.operator), w.phase, w.source, w.module), texts) for w in course.work]
     return {"work": work, "live": course.live.tolist()}
 
 
@@ -133,7 +135,7 @@ def _boxes(boxes: Iterable[Box], texts: dict[str, int]) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for box in boxes:
         s = box.storage
-        words = _numbers((s.name, s.kind, s.place, text.short(s.operator), s.source), texts)
+        words = _numbers((s.name, s.kind, s.place, text.short(s.operator), s.source, s.module), texts)
         rows.append([*words, s.nbytes, s.born, s.dead, box.low, _numbers(box.tensors, texts)])
     return rows
 

@@ -9,7 +9,7 @@ from roamc.graph import TrainGraph, operators
 from roamc.operators.gpu.ahead import Compiled, compiled
 from roamc.operators.gpu.fused_kernel import FusedKernel
 from roamc.operators.gpu.kernel_keys import described
-from roamc.report.origin import origin, parameter_names
+from roamc.report.origin import Origins
 
 REPORTED = ("sm_80", "sm_90")
 """The GPUs that a report names."""
@@ -20,7 +20,7 @@ class KernelReport:
     """The kernel of all groups that end at one line of the model and differ in names alone, such as one per layer.
 
     Attributes:
-        source: line of the model, as :func:`roamc.report.origin.origin` gives it.
+        source: line of the model, as :class:`roamc.report.origin.Origin` has it.
         operators: names of the operators, such as ``fused(mul.Tensor, silu_backward)``.
         count: number of groups.
         targets: registers and memory of the kernel on each GPU; where a second kernel adds up its sums over rows, each
@@ -46,11 +46,11 @@ def kernels(graph: TrainGraph, say: Callable[[str], None] = lambda stage: None) 
     Raises:
         OptionError: Triton is not installed.
     """
-    names = parameter_names(graph)
+    origins = Origins(graph)
     alike: dict[tuple[str, str], list[FusedKernel]] = {}
     for node in operators(graph.graph):
         if isinstance(node.target, FusedKernel):
-            line = origin(node, graph.phase[node.name], names)
+            line = origins.of(node, graph.phase[node.name]).source
             alike.setdefault((line, described(node.target.body)), []).append(node.target)
     reports = []
     for number, ((line, _), groups) in enumerate(alike.items()):

@@ -20,7 +20,7 @@ from roamc.graph.lifetimes import sizes, timeline
 from roamc.graph.memory import Int64s, MemoryModel, Step, build_memory
 from roamc.operators.schemas import name_of
 from roamc.report.explain import KINDS, Explanation, Live, Lives, describe
-from roamc.report.origin import origin, parameter_names
+from roamc.report.origin import Origins
 from roamc.solvers.layout import make_problem, solve
 from roamc.units import Bytes
 
@@ -33,13 +33,15 @@ class Work:
         name: name of the node that runs.
         operator: name of its operator, such as ``aten.mm.default``.
         phase: name of its phase.
-        source: where it comes from, see :func:`roamc.report.origin.origin`.
+        source: where it comes from, see :class:`roamc.report.origin.Origin`.
+        module: likewise.
     """
 
     name: str
     operator: str
     phase: str
     source: str
+    module: str
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,11 @@ def _trims(graph: TrainGraph, course: Course) -> tuple[Trimmed, ...]:
 
 
 def _work(graph: TrainGraph, memory: MemoryModel) -> tuple[Work, ...]:
-    names = parameter_names(graph)
+    origins = Origins(graph)
+    places = [origins.of(operator.node, operator.phase) for operator in memory.operators]
     return tuple(
-        Work(op.node.name, name_of(op.node.target), op.phase.name, origin(op.node, op.phase, names))
-        for op in memory.operators
+        Work(op.node.name, name_of(op.node.target), op.phase.name, place.source, place.module)
+        for op, place in zip(memory.operators, places, strict=True)
     )
 
 

@@ -11,7 +11,7 @@ from roamc.graph import Phase, Role, TrainGraph, operators, placeholders
 from roamc.operators import ops
 from roamc.operators.projection import PROJECTED_WEIGHT, PROJECTIONS
 from roamc.planning.plan import Plan
-from roamc.report.origin import origin, parameter_names
+from roamc.report.origin import Origins
 from roamc.units import Bytes
 
 WAITS = {
@@ -29,7 +29,7 @@ class ProjectedWeight:
     Attributes:
         name: the user's name of the weight.
         source: line of the model that makes the input of the weight's product, as
-            :func:`roamc.report.origin.origin` gives it; empty for an input of the step.
+            :class:`roamc.report.origin.Origin` has it; empty for an input of the step.
         rank: columns of the projection.
         columns: those of the weight.
         gradient_bytes: bytes of the gradient.
@@ -56,11 +56,11 @@ def projected(graph: TrainGraph, plan: Plan) -> tuple[ProjectedWeight, ...]:
     """
     gradients = {str(name) for name in plan.decisions.get("project", {}).get("gradients", ())}
     states = _state_bytes(graph)
-    names = parameter_names(graph)
-    return tuple(_row(graph, node, states, names) for node in operators(graph.graph) if node.name in gradients)
+    origins = Origins(graph)
+    return tuple(_row(graph, node, states, origins) for node in operators(graph.graph) if node.name in gradients)
 
 
-def _row(graph: TrainGraph, gradient: fx.Node, states: dict[str, Bytes], names: dict[str, str]) -> ProjectedWeight:
+def _row(graph: TrainGraph, gradient: fx.Node, states: dict[str, Bytes], origins: Origins) -> ProjectedWeight:
     projected_input = gradient.args[1]
     assert isinstance(projected_input, fx.Node), "a product of two matrices"
     p = next(each for each in projected_input.all_input_nodes if each.target in PROJECTIONS)
@@ -74,7 +74,7 @@ def _row(graph: TrainGraph, gradient: fx.Node, states: dict[str, Bytes], names: 
     early = graph.phase[projected_input.name] is Phase.FORWARD
     return ProjectedWeight(
         name=name,
-        source="" if is_input else origin(x, graph.phase[x.name], names),
+        source="" if is_input else origins.of(x, graph.phase[x.name]).source,
         rank=int(rank),
         columns=int(columns),
         gradient_bytes=value.numel() * value.itemsize,

@@ -11,17 +11,18 @@ from roamc.graph import Encoding, TrainGraph, operators, output_node
 from roamc.graph.memory import build_memory
 from roamc.passes.retain.compress import MARK, Mark
 from roamc.planning.plan import Plan
-from roamc.report.origin import origin, parameter_names
+from roamc.report.origin import Origins
 from roamc.rewriting.rerun import encodings_of
 from roamc.units import Bytes, Seconds
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """The storages that one line of the model makes with one operator and that are made again, such as one per layer.
+    """The storages that one line and module of the model make with one operator and that are made again, such as one per layer.
 
     Attributes:
-        source: line of the model, as :func:`roamc.report.origin.origin` gives it.
+        source: line of the model, as :class:`roamc.report.origin.Origin` has it.
+        module: the module, with its numbers of layers as ``*``: likewise.
         operator: name of the operator, such as ``aten.gelu.default``.
         count: number of storages that are made again; one that is made twice counts twice.
         nbytes: bytes of all of them; not all are dropped at the same time.
@@ -30,6 +31,7 @@ class Dropped:
     """
 
     source: str
+    module: str
     operator: str
     count: int
     nbytes: Bytes
@@ -39,10 +41,11 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Smaller:
-    """The storages that one line of the model makes with one operator and that wait for backward in a smaller form.
+    """The storages that one line and module of the model make with one operator and that wait for backward in a smaller form.
 
     Attributes:
-        source: line of the model, as :func:`roamc.report.origin.origin` gives it.
+        source: line of the model, as :class:`roamc.report.origin.Origin` has it.
+        module: the module, with its numbers of layers as ``*``: likewise.
         operator: name of the operator, such as ``aten.native_dropout.default``.
         codec: name of the codec.
         readers: the kinds of readers that the codec, which has an error, may decode for, such as ``"slope"``; empty
@@ -57,6 +60,7 @@ class Smaller:
     """
 
     source: str
+    module: str
     operator: str
     codec: str
     readers: str
@@ -69,34 +73,35 @@ class Smaller:
 
 
 def smaller(graph: TrainGraph, plan: Plan) -> tuple[Smaller, ...]:
-    """Return what codecs keep smaller, by line, operator, codec and readers; first what saves the most bytes.
+    """Return what codecs keep smaller, by line, module, operator, codec and readers; first what saves the most bytes.
 
     Args:
         graph: the planned graph, with the codecs' operators.
         plan: its plan; without codecs in the decision of pass ``retain`` the result is empty.
     """
-    names = parameter_names(graph)
-    marks: dict[str, tuple[str, str]] = {}
+    origins = Origins(graph)
+    marks: dict[str, tuple[str, str, str]] = {}
     widths: dict[str, int] = {}
     for node in operators(graph.graph):
         mark: Mark | None = node.meta.get(MARK)
         if mark is not None:
-            marks.setdefault(mark.storage, (origin(node, graph.phase[node.name], names), mark.operator))
+            origin = origins.of(node, graph.phase[node.name])
+            marks.setdefault(mark.storage, (origin.source, origin.layers, mark.operator))
             if isinstance(node.meta["val"], torch.Tensor):
                 widths.setdefault(mark.storage, node.meta["val"].itemsize)  # a projection is of the value's dtype
     encodings = encodings_of(graph)
-    totals: dict[tuple[str, str, str, str], Smaller] = {}
+    totals: dict[tuple[str, str, str, str, str], Smaller] = {}
     for storage, codec, before, after, seconds, _ in plan.decisions.get("retain", {}).get("codes", ()):
         encoding = encodings.get((storage, codec))  # there is none where nothing waits, or projections do
         error = encoding.error if encoding else 0.0
         kinds = sorted(kind.value for kind in encoding.serves) if encoding and error else []
         bits = 8 * (_width(encoding) if encoding else widths.get(storage, 0)) * after / before
-        key = (*marks.get(storage, ("", "")), codec, ", ".join(kinds))
+        key = (*marks.get(storage, ("", "", "")), codec, ", ".join(kinds))
         old = totals.get(key, Smaller(*key, 0, 0, 0, 0.0, 0.0, 0.0))
         total = old.before + before, old.after + after, old.seconds + seconds
         bits = (old.bits * old.before + bits * before) / total[0]
         totals[key] = Smaller(*key, old.count + 1, *total, bits, max(old.error, error))
-    return tuple(sorted(totals.values(), key=lambda item: (item.after - item.before, item.source, item.operator)))
+    return tuple(sorted(totals.values(), key=lambda item: (item.after - item.before, item.source, item.module, item.operator)))
 
 
 def _width(encoding: Encoding) -> Bytes:
@@ -106,7 +111,7 @@ def _width(encoding: Encoding) -> Bytes:
 
 
 def dropped(graph: TrainGraph, plan: Plan) -> tuple[Dropped, ...]:
-    """Return what pass ``retain`` makes again, by line of the model and operator; most bytes first.
+    """Return what pass ``retain`` makes again, by line, module and operator; most bytes first.
 
     Args:
         graph: the planned graph, with the reruns.
@@ -114,16 +119,17 @@ def dropped(graph: TrainGraph, plan: Plan) -> tuple[Dropped, ...]:
     """
     reruns = plan.decisions.get("retain", {}).get("reruns", ())
     price = {str(name): float(seconds) for name, *_, seconds in reruns}
-    names = parameter_names(graph)
+    origins = Origins(graph)
     memory = build_memory(graph)
-    totals: dict[tuple[str, str], Dropped] = {}
+    totals: dict[tuple[str, str, str], Dropped] = {}
     for again in memory.operators:
         if again.node.name not in price:
             continue
         indices = again.births or [memory.storage_of(again.node).index]  # written over an argument, it makes none
         used = [memory.storages[i] for i in indices if memory.uses[i]]
-        key = origin(again.node, again.phase, names), str(again.node.meta["again_target"])
+        origin = origins.of(again.node, again.phase)
+        key = origin.source, origin.layers, str(again.node.meta["again_target"])
         old = totals.get(key, Dropped(*key, 0, 0, 0, 0.0))
         size = old.nbytes + sum(storage.nbytes for storage in used)
         totals[key] = Dropped(*key, old.count + len(used), size, old.runs + 1, old.seconds + price[again.node.name])
-    return tuple(sorted(totals.values(), key=lambda item: (-item.nbytes, item.source, item.operator)))
+    return tuple(sorted(totals.values(), key=lambda item: (-item.nbytes, item.source, item.module, item.operator)))

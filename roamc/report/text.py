@@ -10,7 +10,7 @@ from rich.syntax import Syntax
 
 from roamc.planning.plan import Plan
 from roamc.report.curve import Curve, Spot
-from roamc.report.explain import Allocating, Explanation, Peak, groups
+from roamc.report.explain import Allocating, Explanation, Group, Peak, by_default, groups
 from roamc.report.frontier import Point
 from roamc.report.fused import Grouped
 from roamc.report.kernels import KernelReport
@@ -75,14 +75,21 @@ def show_plan(out: Console, plan: Plan) -> None:
     )
 
 
-def show_explanation(out: Console, report: Explanation, top: int) -> None:
-    """Print all sections of the explanation ``report`` to ``out``; ``top`` is the most rows that a list has."""
+def show_explanation(out: Console, report: Explanation, top: int, by: str | None = None) -> None:
+    """Print all sections of an explanation.
+
+    Args:
+        out: where to print.
+        report: the explanation.
+        top: the most rows that a list has.
+        by: what a peak is summed up by, as for :func:`roamc.report.explain.groups`.
+    """
     show_plan(out, report.plan)
     _show_curve(out, report)
     one = ", one micro-batch" if report.plan.in_flight > 1 else ""
     kept = "same graph, program order, gradients kept to the end"
-    _show_peak(out, f"peak of {report.plan.name} as planned{one}", report.planned, top)
-    _show_peak(out, f"peak of eager PyTorch: {kept}{one}", report.eager, top)
+    _show_peak(out, f"peak of {report.plan.name} as planned{one}", report.planned, top, by)
+    _show_peak(out, f"peak of eager PyTorch: {kept}{one}", report.eager, top, by)
     for listed in tables(report):
         _show_listed(out, listed, top)
     _show_grouped(out, report.grouped, top)
@@ -235,54 +242,74 @@ def curve_rows(curve: Curve, eager: Bytes) -> list[tuple[str, ...]]:
     return [row(spot) for spot in spots]
 
 
-def _show_peak(out: Console, title: str, peak: Peak, top: int) -> None:
+def _show_peak(out: Console, title: str, peak: Peak, top: int, by: str | None) -> None:
     _heading(out, title)
-    at = f" at {peak.source}" if peak.source else ""
+    at = "".join(f" {word} {text}" for word, text in (("at", peak.source), ("in", peak.module)) if text)
     out.print(f"  {format_bytes(peak.live_bytes)} live at step {peak.step + 1} of {peak.steps}", markup=False)
     out.print(f"  step       {peak.name} ({short(peak.operator)}), {peak.phase}{at}", markup=False, soft_wrap=True)
     out.print(f"  by kind    {format_parts(peak.by_kind)}", markup=False, soft_wrap=True)
     out.print(f"  created in {format_parts(peak.by_phase)}", markup=False, soft_wrap=True)
     out.print(f"  peak in    {format_parts(peak.phase_peaks)}", markup=False, soft_wrap=True)
     out.print()
-    _show_groups(out, peak, top)
+    _show_groups(out, peak, top, by or by_default(peak))
     out.print()
     _show_storages(out, peak, top)
 
 
-def _show_groups(out: Console, peak: Peak, top: int) -> None:
-    peak_groups = groups(peak)
+def group_rows(peak: Peak, by: str | None = None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the headings and the rows, as text, of the storages of ``peak`` summed up as :func:`groups` does."""
+    by = by or by_default(peak)
+    more = {"module": ("module",), "line": ("operator", "line"), "kind": ()}[by]
+    texts = {"module": _layers, "operator": lambda group: short(group.operator), "line": lambda group: group.source}
+    whole = peak.live_bytes or 1
     rows = [
-        (
-            format_bytes(g.nbytes),
-            f"{g.nbytes / peak.live_bytes:.1%}",
-            str(g.count),
-            g.kind,
-            short(g.operator),
-            g.source,
-        )
-        for g in peak_groups[:top]
+        (format_bytes(g.nbytes), f"{g.nbytes / whole:.1%}", str(g.count), g.kind, *(texts[word](g) for word in more))
+        for g in groups(peak, by)
     ]
-    show_rows(out, ("bytes", "share", "storages", "kind", "operator", "line"), rows, right=(0, 1, 2))
-    _show_rest(out, [g.nbytes for g in peak_groups[top:]])
+    return ("bytes", "share", "storages", "kind", *more), rows
+
+
+def _layers(group: Group) -> str:
+    return f"{group.module} x {group.modules}" if group.modules > 1 else group.module
+
+
+def _show_groups(out: Console, peak: Peak, top: int, by: str) -> None:
+    headings, rows = group_rows(peak, by)
+    show_rows(out, headings, rows[:top], right=(0, 1, 2))
+    _show_rest(out, [group.nbytes for group in groups(peak, by)[top:]])
 
 
 def _show_storages(out: Console, peak: Peak, top: int) -> None:
     rows = [
         (
             format_bytes(s.nbytes),
-            s.name,
+            ", ".join(filter(None, (s.name, s.output))),
             s.kind,
             s.place,
             short(s.operator),
             s.phase,
             f"{s.born + 1} to {s.dead}",
             s.source,
+            s.module,
         )
         for s in peak.storages[:top]
     ]
-    headings = ("bytes", "largest storages", "kind", "place", "operator", "phase", "steps", "line")
-    show_rows(out, headings, rows, right=(0,))
+    headings = ("bytes", "largest storages", "kind", "place", "operator", "phase", "steps", "line", "module")
+    _show_columns(out, headings, rows, (0,), ("place", "phase", "line", "operator", "steps"))
     _show_rest(out, [s.nbytes for s in peak.storages[top:]])
+
+
+def _show_columns(
+    out: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int], spare: Iterable[str]
+) -> None:
+    """Print a table without the columns that are empty, and without those of ``spare`` for which there is no room."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    left = [at for at in range(len(headings)) if not rows or any(row[at] for row in rows)]
+    for heading in spare:
+        if sum(widths[at] + 2 for at in left) - 2 > out.width:
+            left = [at for at in left if headings[at] != heading]
+    aligned = [left.index(at) for at in right if at in left]
+    show_rows(out, [headings[at] for at in left], ([row[at] for at in left] for row in rows), right=aligned)
 
 
 def _show_rest(out: Console, sizes: list[Bytes]) -> None:
@@ -304,10 +331,11 @@ def _dropped(report: Explanation) -> Listed:
             f"{d.seconds / report.plan.step_seconds:.2%}",
             short(d.operator),
             d.source,
+            d.module,
         )
         for d in report.dropped
     ]
-    headings = ("bytes", "storages", "runs", "of a step", "operator", "line")
+    headings = ("bytes", "storages", "runs", "of a step", "operator", "line", "module")
     return Listed("recomputed to fit the budget", headings, (0, 1, 2, 3), rows, [d.nbytes for d in report.dropped])
 
 
@@ -324,10 +352,12 @@ def _smaller(report: Explanation) -> Listed:
             f"{s.error:.2g}" if s.error else "",
             short(s.operator),
             s.source,
+            s.module,
         )
         for s in report.smaller
     ]
-    headings = ("bytes", "encoded", "bits", "storages", "of a step", "codec", "readers", "error", "operator", "line")
+    numbers = ("bytes", "encoded", "bits", "storages", "of a step")
+    headings = (*numbers, "codec", "readers", "error", "operator", "line", "module")
     return Listed("encoded to fit the budget", headings, (0, 1, 2, 3, 4, 7), rows, [s.before for s in report.smaller])
 
 
@@ -350,10 +380,7 @@ def _projected(report: Explanation) -> Listed:
 
 def _show_listed(out: Console, listed: Listed, top: int) -> None:
     _heading(out, listed.title)
-    rows = listed.rows[:top]
-    filled = [at for at in range(len(listed.headings)) if any(row[at] for row in rows)]
-    headings, right = (listed.headings[at] for at in filled), [filled.index(at) for at in listed.right if at in filled]
-    show_rows(out, headings, ([row[at] for at in filled] for row in rows), right=right)
+    _show_columns(out, listed.headings, listed.rows[:top], listed.right, ("line", "operator", "runs", "bits"))
     _show_rest(out, list(listed.sizes[top:]))
 
 
@@ -362,10 +389,18 @@ def _show_grouped(out: Console, grouped: tuple[Grouped, ...], top: int) -> None:
         return
     _heading(out, "fused operators; values inside take no memory")
     rows = [
-        (g.source, g.operators, str(g.count), format_bytes(g.nbytes), format_bytes(g.rebuilt) if g.rebuilt else "")
+        (
+            str(g.count),
+            format_bytes(g.nbytes),
+            format_bytes(g.rebuilt) if g.rebuilt else "",
+            g.operators,
+            g.source,
+            g.module,
+        )
         for g in grouped[:top]
     ]
-    show_rows(out, ("line", "operators", "groups", "bytes inside", "recomputed inside"), rows, right=(2, 3, 4))
+    headings = ("groups", "bytes inside", "recomputed inside", "operators", "line", "module")
+    _show_columns(out, headings, rows, (0, 1, 2), ("line", "recomputed inside"))
 
 
 def _show_allocating(out: Console, allocating: tuple[Allocating, ...], top: int) -> None:

@@ -47,10 +47,10 @@
   }
 
   function aboutStep(order, step) {
-    const [name, operator, phase, line] = order.work[step].map(word);
+    const [name, operator, phase, line, module] = order.work[step].map(word);
     return [
       `${bytes(order.live[step])} live at step ${count(step + 1)} of ${count(order.live.length)}`,
-      `${name} (${operator}), ${phase.toLowerCase()}`, line,
+      `${name} (${operator}), ${phase.toLowerCase()}`, line, module,
     ];
   }
 
@@ -58,7 +58,7 @@
   function nearest(boxes, { x, at, perStep, perByte }) {
     let best = null, least = 2;
     for (const box of boxes) {
-      const [, , , , , size, born, dead, low] = box;
+      const [, , , , , , size, born, dead, low] = box;
       const aside = Math.max(born - x, x - dead, 0) / perStep;
       const above = Math.max(low - at, at - low - size, 0) / perByte;
       const away = Math.max(aside, above);
@@ -68,13 +68,13 @@
   }
 
   function aboutBox(plot, box) {
-    const [name, kind, place, operator, line] = box.slice(0, 5).map(word);
-    const [size, born, dead, low, tensors] = box.slice(5);
+    const [name, kind, place, operator, line, module] = box.slice(0, 6).map(word);
+    const [size, born, dead, low, tensors] = box.slice(6);
     const where = plot.id === "arena" ? `address ${count(low)} (${bytes(low)})` : `outside the arena: ${place}`;
     const shared = tensors.length > 1 ? `holds one after another: ${tensors.map(word).join(", ")}` : "";
     return [
       name, `${kind}, ${bytes(size)} (${count(size)} bytes)`, `steps ${count(born + 1)} to ${count(dead)}`, where,
-      operator ? `made by ${operator}` : "handed in", line, shared,
+      operator ? `made by ${operator}` : "handed in", line, module, shared,
     ];
   }
 
@@ -113,7 +113,7 @@
     }
     const box = nearest(boxes, spot);
     if (!box) return hide();
-    const [size, born, dead, low] = box.slice(5);
+    const [size, born, dead, low] = box.slice(6);
     const top = Number(plot.dataset.top);
     outline(plot, `M${born} ${height * (1 - (low + size) / top)}H${dead}V${height * (1 - low / top)}H${born}Z`);
     show(aboutBox(plot, box), event);
