@@ -39,13 +39,14 @@ from roamc.graph import (
     TrainGraph,
     attribute,
     copy_origin,
+    module_of,
     output_values,
     placeholders,
     source_line,
     tensors_of,
 )
 from roamc.graph.memory import WROTE_OVER
-from roamc.graph.origin import OUTPUT
+from roamc.graph.origin import OUTPUT, put_module
 from roamc.graph.rewrite import given, mode_of, value_of
 from roamc.graph.storage_ids import addresses, addresses_of, number
 from roamc.interruptions import TRACED, uninterrupted
@@ -173,6 +174,7 @@ def stitch(
     late = builder.feed(backward.graph, saved)
     inputs += [Port(node.name, Role.TANGENT, Phase.BACKWARD) for node in late]
     builder.copy(backward.graph, Phase.BACKWARD)
+    _in_model(builder.graph, name)
     places = compat_aot.output_places(forward.graph)
     for tangent in [builder.env[node.name] for node in late]:
         made = first[places[position]] if (position := compat_aot.output_of(tangent)) in places else None
@@ -229,6 +231,7 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     _check_meta(module.graph, name)
     builder = _Stitcher(mode_of(module.graph))
     builder.copy(module.graph, Phase.FORWARD)
+    _in_model(builder.graph, name)
     results = [builder.mapped(node) for node in output_values(module.graph)]
     builder.graph.output(tuple(results))
     inputs = tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph)))
@@ -240,6 +243,13 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     phase = _phases(builder.phase, stands_for, copies, name_own_parts(builder.graph))
     number(builder.graph)
     return copied.replace(phase=phase)
+
+
+def _in_model(graph: fx.Graph, name: str) -> None:
+    """Note where dynamo notes no module: what the function or the model that it compiled, ``name``, does itself."""
+    for node in graph.nodes:
+        if node.op == "call_function" and source_line(node) and not module_of(node):
+            put_module(node, "", name.partition(" (graph")[0])
 
 
 def _check_meta(forward: fx.Graph, name: str) -> None:

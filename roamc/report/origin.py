@@ -76,8 +76,6 @@ class Origins:
                 return path_of(self._parameters[current].rpartition(".")[0]) or self._model
             if phase is not Phase.UPDATE and (module := module_of(current)):
                 return module
-            if phase is not Phase.UPDATE and source_line(current):
-                return self._model  # dynamo notes no module for what the model's own forward does
         return ""
 
 
