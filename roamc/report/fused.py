@@ -13,7 +13,7 @@ from roamc.units import Bytes
 
 @dataclass(frozen=True)
 class Grouped:
-    """The groups that end at one line and module of the model and are made of the same operators, such as one per layer.
+    """The groups that end at one line and module of the model and are made of the same operators, as one per layer.
 
     Attributes:
         source: line of the model, as :class:`roamc.report.origin.Origin` has it.

@@ -106,10 +106,10 @@ def table(picture: Picture) -> dict[str, Any]:
 
     Each text is stored once, in ``texts``; everywhere else its index there stands for it. The keys:
 
-    - ``before``, ``after``: the two orders, each with ``work``, a row (node, operator, phase, line, module) for each step, and
-      ``live``, the live bytes at each step.
-    - ``boxes``: under ``arena`` and ``outside``, one row for each storage: (name, kind, place, operator, line, module, bytes,
-      born, dead, low, names of the results that lie in it).
+    - ``before``, ``after``: the two orders, each with ``work``, a row (node, operator, phase, line, module) for each
+      step, and ``live``, the live bytes at each step.
+    - ``boxes``: under ``arena`` and ``outside``, one row for each storage: (name, kind, place, operator, line, module,
+      bytes, born, dead, low, names of the results that lie in it).
     - ``texts``: the list of all texts.
     """
     texts: dict[str, int] = {}

@@ -18,7 +18,7 @@ from roamc.units import Bytes, Seconds
 
 @dataclass(frozen=True)
 class Dropped:
-    """The storages that one line and module of the model make with one operator and that are made again, such as one per layer.
+    """The storages of one line and module, made by one operator, that are made again, such as one per layer.
 
     Attributes:
         source: line of the model, as :class:`roamc.report.origin.Origin` has it.
@@ -41,7 +41,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Smaller:
-    """The storages that one line and module of the model make with one operator and that wait for backward in a smaller form.
+    """The storages of one line and module, made by one operator, that wait for backward in a smaller form.
 
     Attributes:
         source: line of the model, as :class:`roamc.report.origin.Origin` has it.
@@ -101,7 +101,8 @@ def smaller(graph: TrainGraph, plan: Plan) -> tuple[Smaller, ...]:
         total = old.before + before, old.after + after, old.seconds + seconds
         bits = (old.bits * old.before + bits * before) / total[0]
         totals[key] = Smaller(*key, old.count + 1, *total, bits, max(old.error, error))
-    return tuple(sorted(totals.values(), key=lambda item: (item.after - item.before, item.source, item.module, item.operator)))
+    order = sorted(totals.values(), key=lambda item: (item.source, item.module, item.operator))
+    return tuple(sorted(order, key=lambda item: item.after - item.before))
 
 
 def _width(encoding: Encoding) -> Bytes:

@@ -259,18 +259,19 @@ def _show_peak(out: Console, title: str, peak: Peak, top: int, by: str | None) -
 def group_rows(peak: Peak, by: str | None = None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the headings and the rows, as text, of the storages of ``peak`` summed up as :func:`groups` does."""
     by = by or by_default(peak)
-    more = {"module": ("module",), "line": ("operator", "line"), "kind": ()}[by]
-    texts = {"module": _layers, "operator": lambda group: short(group.operator), "line": lambda group: group.source}
     whole = peak.live_bytes or 1
     rows = [
-        (format_bytes(g.nbytes), f"{g.nbytes / whole:.1%}", str(g.count), g.kind, *(texts[word](g) for word in more))
+        (format_bytes(g.nbytes), f"{g.nbytes / whole:.1%}", str(g.count), g.kind, *_made_by(g, by))
         for g in groups(peak, by)
     ]
+    more = {"module": ("module",), "line": ("operator", "line"), "kind": ()}[by]
     return ("bytes", "share", "storages", "kind", *more), rows
 
 
-def _layers(group: Group) -> str:
-    return f"{group.module} x {group.modules}" if group.modules > 1 else group.module
+def _made_by(group: Group, by: str) -> tuple[str, ...]:
+    if by == "module":
+        return (f"{group.module} x {group.modules}" if group.modules > 1 else group.module,)
+    return (short(group.operator), group.source) if by == "line" else ()
 
 
 def _show_groups(out: Console, peak: Peak, top: int, by: str) -> None:

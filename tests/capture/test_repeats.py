@@ -527,7 +527,8 @@ def test_copies_belong_to_the_modules_of_their_own_layer() -> None:
     for phase, layers in of_phase.items():
         nodes = [node for node in operators(graph.graph) if graph.phase[node.name] is phase]
         modules = [module_of(node) for node in nodes]
-        layers += [{path.partition(f"layers.{at}")[2] for path in modules if f"layers.{at}" in path} for at in range(LAYERS)]
+        for at in range(LAYERS):
+            layers.append({path.partition(f"layers.{at}")[2] for path in modules if f"layers.{at}" in path})
         assert all(layer == layers[0] for layer in layers)
     assert of_phase[Phase.FORWARD][0] == {"", ".norm", ".up", ".down"}
     assert of_phase[Phase.BACKWARD][0] == {"", ".norm", ".up", ".down"}

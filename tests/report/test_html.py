@@ -137,9 +137,9 @@ def words(data: dict[str, Any], numbers: Sequence[int]) -> list[str]:
 def check_boxes(data: dict[str, Any], boxes: Sequence[Box], rows: Sequence[Any]) -> None:
     for box, row in zip(boxes, rows, strict=True):
         s = box.storage
-        assert words(data, row[:5]) == [s.name, s.kind, s.place, short(s.operator), s.source]
-        assert row[5:9] == [s.nbytes, s.born, s.dead, box.low]
-        assert tuple(words(data, row[9])) == box.tensors
+        assert words(data, row[:6]) == [s.name, s.kind, s.place, short(s.operator), s.source, s.module]
+        assert row[6:10] == [s.nbytes, s.born, s.dead, box.low]
+        assert tuple(words(data, row[10])) == box.tensors
 
 
 def test_table_says_what_every_step_and_storage_is(small: Picture, page: Reader) -> None:
@@ -148,7 +148,7 @@ def test_table_says_what_every_step_and_storage_is(small: Picture, page: Reader)
     for name, course in (("before", small.before), ("after", small.after)):
         assert data[name]["live"] == course.live.tolist()
         for work, row in zip(course.work, data[name]["work"], strict=True):
-            assert words(data, row) == [work.name, short(work.operator), work.phase, work.source]
+            assert words(data, row) == [work.name, short(work.operator), work.phase, work.source, work.module]
     check_boxes(data, small.arena, data["boxes"]["arena"])
     check_boxes(data, small.outside, data["boxes"]["outside"])
     assert len(set(data["texts"])) == len(data["texts"])
