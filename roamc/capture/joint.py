@@ -177,9 +177,9 @@ def stitch(
     _in_model(builder.graph, name)
     places = compat_aot.output_places(forward.graph)
     for tangent in [builder.env[node.name] for node in late]:
-        made = first[places[position]] if (position := compat_aot.output_of(tangent)) in places else None
-        if made is not None:
-            copy_origin(tangent, made)
+        output = first[places[position]] if (position := compat_aot.output_of(tangent)) in places else None
+        if output is not None:
+            copy_origin(tangent, output)
     second = [builder.mapped(node) for node in output_values(backward.graph)]
     if builder.mode is not None:
         second = own_gradients(builder.graph, second, inputs, builder.mode, builder.phase)

@@ -82,10 +82,10 @@ def put_under(node: fx.Node, path: str) -> None:
 
 def copy_origin(node: fx.Node, like: fx.Node) -> None:
     """Give ``node`` the line and the module of ``like``; it keeps its own if ``like`` has neither."""
-    found = {key: like.meta[key] for key in ORIGIN if key in like.meta}
-    for key in ORIGIN if found else ():
+    origin = {key: like.meta[key] for key in ORIGIN if key in like.meta}
+    for key in ORIGIN if origin else ():
         node.meta.pop(key, None)
-    node.meta |= found
+    node.meta |= origin
 
 
 def trace_back(forward: Iterable[fx.Node], backward: Iterable[fx.Node]) -> None:

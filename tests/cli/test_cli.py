@@ -287,6 +287,7 @@ def test_explain_says_what_is_recomputed() -> None:
         (["explain", "gpt", *SMALL, "--html", "."], "cannot write .: .: this is a folder"),
         (["plan", "gpt", *SMALL, "--save", "/proc/plan.json"], "error: cannot write /proc/plan.json"),
         (["explain", "gpt", *SMALL, "--kernels"], "--kernels needs --device cuda"),
+        (["explain", "gpt", *SMALL, "--by", "modul"], "--by modul; did you mean 'module'? Choices: module, line, kind"),
         (["plan", "gpt", *SMALL, "--option", "disable=reoder"], "did you mean 'reorder'?"),
         (["layout", "nothing.csv"], "nothing.csv: no such file"),
         (["layout", "nothing.csv", "--output", "no/such/folder/out.csv"], "no/such/folder: no such folder"),
@@ -394,6 +395,16 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
 
 def test_debug_shows_the_traceback(file: str) -> None:
     assert "Traceback" in run("plan", f"{file}:fails", "--debug", code=1).stderr
+
+
+@pytest.mark.parametrize("by", ["module", "line", "kind"])
+def test_explain_sums_up_by(by: str) -> None:
+    data = json.loads(run("explain", "gpt", *SMALL, "--no-curve", "--json", "--by", by).stdout)["eager"]
+    assert sum(group["nbytes"] for group in data["groups"]) <= data["live_bytes"]
+    assert all(storage["module"] for storage in data["storages"])
+    assert {key for key in ("module", "source") if any(group[key] for group in data["groups"])} == {
+        "module": {"module"}, "line": {"source"}, "kind": set()
+    }[by]  # fmt: skip
 
 
 def test_explain_gives_json() -> None:

@@ -106,11 +106,11 @@ class Net(nn.Module):
 
 def modules_of(graph: TrainGraph, phase: Phase) -> dict[str, list[str]]:
     """Module to the operators that it has in a phase."""
-    found: dict[str, list[str]] = {}
+    targets: dict[str, list[str]] = {}
     for node in operators(graph.graph):
         if graph.phase[node.name] is phase:
-            found.setdefault(module_of(node), []).append(str(node.target))
-    return found
+            targets.setdefault(module_of(node), []).append(str(node.target))
+    return targets
 
 
 def test_what_runs_again_and_what_runs_twice_belong_to_their_modules() -> None:
