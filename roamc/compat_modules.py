@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.fx._symbolic_trace import _orig_module_call
+
+call_module: Callable[..., Any] = _orig_module_call
+"""``nn.Module.__call__`` as it is while nothing is traced; ``fx.Tracer`` puts three more calls around it."""
 
 
 def modules_of(model: nn.Module) -> tuple[nn.Module, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat
+from roamc.compat_modules import call_module
 from roamc.graph.origin import OUTPUT, trace_back
 
 LOSS = "loss_fn"
@@ -31,14 +32,13 @@ def noted(model: nn.Module, *, outputs: bool = True) -> Iterator[None]:
         outputs: whether nodes that ``model`` returns get the name of the output, see :data:`OUTPUT`.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    run = nn.Module.__call__
 
     def call(module: nn.Module, /, *args: Any, **named: Any) -> Any:
         path = paths.get(id(module))
         if path is None:
-            return run(module, *args, **named)
+            return call_module(module, *args, **named)
         with inside(path, type(module).__name__):
-            result = run(module, *args, **named)
+            result = call_module(module, *args, **named)
         if outputs and module is model:
             _name_outputs(result)
         return result
