@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 Budget = Bytes | str
 """A budget: bytes; a share of what eager holds, such as ``"80%"``; ``"min"`` for the lowest peak; ``"light"`` for the
 lowest without heavy operators run again; ``"+1%"`` for the lowest of plans that add at most that share of the
-step's time; ``"device"`` for what the device has free."""
+step's time; ``"device"`` for what the device has free; ``"total:40GB"`` for a size that is to hold parameters, states
+and the rest as well."""
 
 LIGHT = "light"
 """The budget for the lowest peak if only light operators run again, see :data:`roamc.operators.costs.kinds.LIGHT`."""
@@ -31,17 +32,18 @@ FEW = 1_000
 
 KINDS = (
     'give a size such as "6GiB", a share of what eager holds such as "80%", a share of time that may be added such as '
-    '"+1%", or "min", "light" or "device"'
+    '"+1%", a size in all such as "total:40GB", or "min", "light" or "device"'
 )
 """What a budget may be, for messages."""
 
 _SHARE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*%", re.ASCII)
 _ADDED = re.compile(rf"\+\s*{_SHARE.pattern}", re.ASCII)
+_TOTAL = "total:"
 _FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 
 
 def parse_budget(budget: object) -> Budget | None:
-    """Check a budget, and turn a size such as ``"6GiB"`` into bytes; None, shares and names are returned as they are.
+    """Check a budget, and turn a size such as ``"6GiB"`` into bytes; None, shares, totals and names stay as they are.
 
     Raises:
         OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``; or it is 0, a
@@ -54,6 +56,8 @@ def parse_budget(budget: object) -> Budget | None:
         if not added_share(budget):
             raise OptionError(f"memory_budget: {budget!r} adds no time, as without a budget: leave it out, or {KINDS}")
         return budget
+    if total_bytes(budget):
+        return budget  # type: ignore[return-value]
     try:
         share = _SHARE.fullmatch(budget) if isinstance(budget, str) else None
         count = float(share.group(1)) if share else _bytes(budget)
@@ -74,6 +78,23 @@ def is_share(budget: Budget | None) -> bool:
     return isinstance(budget, str) and _SHARE.fullmatch(budget) is not None
 
 
+def total_bytes(budget: object) -> Bytes:
+    """Return the bytes of a budget on the total such as ``"total:40GB"``; 0 for others.
+
+    Raises:
+        OptionError: what stands behind ``total:`` is no size, or one of fewer than :data:`FEW` bytes.
+    """
+    if not isinstance(budget, str) or not budget.startswith(_TOTAL):
+        return 0
+    try:
+        count = parse_bytes(budget.removeprefix(_TOTAL), 'write for example "total:40GB"')
+    except OptionError as error:
+        raise OptionError(f"memory_budget: {error}") from None
+    if count < FEW:
+        raise OptionError(f"memory_budget: {budget!r} is {count} bytes; did you mean '{budget}GB'?")
+    return count
+
+
 def added_share(budget: Budget | None) -> float:
     """Return the share of the step's time that a budget such as ``"+1%"`` lets a plan add, here 0.01; 0 for others."""
     added = _ADDED.fullmatch(budget) if isinstance(budget, str) else None
@@ -91,7 +112,9 @@ def _bytes(size: object) -> Bytes:
     raise OptionError(f"{size!r} is not a number of bytes; {KINDS}")
 
 
-def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:
+def resolve(
+    budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes, beside: Bytes = 0
+) -> Bytes | None:
     """Return a budget in bytes; 0 for ``"min"``, ``"light"`` and shares of time such as ``"+1%"``, None for None.
 
     Args:
@@ -99,6 +122,7 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
         baseline: bytes that eager holds at its worst step; shares are of these.
         device: the device whose free bytes ``"device"`` takes.
         state: bytes of optimizer state, taken off the free bytes: it may be allocated only after the plan was made.
+        beside: bytes of what is not planned, taken off a budget on the total; at least 1 byte is left.
 
     Raises:
         OptionError: a share of ``baseline`` is less than a byte, or ``"device"`` asks for a GPU that is not here.
@@ -107,6 +131,8 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
         return budget
     if budget in ("min", LIGHT) or added_share(budget):
         return 0
+    if total := total_bytes(budget):
+        return max(1, total - beside)
     if budget == "device":
         return max(1, int((_free(device) - state) * MARGIN))
     count = int(baseline * float(budget.rstrip(" %")) / 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import typing
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -57,7 +58,7 @@ def value(hint: Any, data: object, where: str) -> Any:
     """Return ``data`` as a value of type ``hint``.
 
     Args:
-        hint: str, int, float, tuple[X, ...], tuple[X, Y], Mapping[str, X], or Any for whatever is given.
+        hint: str, int, float, tuple[X, ...], tuple[X, Y], Mapping[str, X], X | None, or Any for whatever is given.
         data: the plain data; numbers must not be negative.
         where: what ``data`` is, for the error message.
 
@@ -65,6 +66,8 @@ def value(hint: Any, data: object, where: str) -> Any:
         PlanError: ``data`` is of another type.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        return None if data is None else value(inner[0], data, where)
     if origin is tuple and isinstance(data, list | tuple):
         if len(inner) == 2 and inner[1] is Ellipsis:
             return tuple(value(inner[0], item, where) for item in data)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from roamc.budget import Budget, parse_budget
-from roamc.cost import load_profile
+from roamc.budget import Budget, parse_budget, total_bytes
+from roamc.cost import GENERIC, load_profile
+from roamc.cost.gpus import Gpu, gpu_of
 from roamc.errors import OptionError, nearest
 from roamc.solvers.layout import EFFORT
 from roamc.solvers.order import ALGORITHMS
-from roamc.units import Bytes
+from roamc.units import Bytes, format_bytes
 
 IDLE = ("keep", "free")
 
@@ -39,8 +40,12 @@ class Options:
         memory_budget: most bytes that the step may allocate, such as "6GiB"; "80%" of what eager needs; "min" for the
             lowest peak; "light" for the lowest peak without recomputing matrix products, convolutions, attention and
             other heavy operators; "+1%" for the lowest peak of plans that add at most that share of the step's
-            predicted time; "device" for the device's free memory. If no plan fits, it is refused before anything runs.
-            None recomputes only where that costs no time.
+            predicted time; "device" for the device's free memory; "total:40GB" for a size that parameters, optimizer
+            state, inputs and, on a GPU, a margin share with the step. If no plan fits, it is refused before anything
+            runs. None recomputes only where that costs no time.
+        gpu: the GPU to plan for, such as "h100", "a100-40" or "rtx4090", or its capacity such as "40GB": the plan says
+            whether it fits. Without ``memory_budget`` and ``profile``, its capacity is a budget on the total, and its
+            profile predicts times. None for the device at hand.
         alignment: bytes, a power of two; every tensor of the arena starts at a multiple, at least of its element size.
             0 uses the device's own; a smaller one may change the last bits of MKL's matrix products.
         layout_nodes: node limit of the layout's tree search; 0 skips it.
@@ -83,6 +88,7 @@ class Options:
     shard: str = "off"
     async_tp: str = "auto"
     profile: str | None = None
+    gpu: str | None = None
 
     @property
     def keeps_arena(self) -> bool:
@@ -93,6 +99,14 @@ class Options:
     def limit_bytes(self) -> Bytes | None:
         """The budget, if it is in bytes; None if there is none, or it is still a share or a name such as "min"."""
         return self.memory_budget if isinstance(self.memory_budget, int) else None
+
+    @property
+    def room(self) -> Gpu | None:
+        """What is to hold the whole process: the GPU, else a budget on the total; None without either."""
+        if self.gpu is not None:
+            return gpu_of(self.gpu)
+        total = total_bytes(self.memory_budget)
+        return Gpu("", format_bytes(total), total) if total else None
 
     def key(self) -> tuple[object, ...]:
         """Return the values of all options as a hashable key, equal for equal options."""
@@ -113,6 +127,8 @@ def parse_options(settings: Mapping[str, Any] | None) -> Options:
     for name in settings:
         if name not in names:
             raise OptionError(_unknown(name, names))
+    if settings.get("gpu") is not None:
+        _set_for_gpu(settings)
     if "memory_budget" in settings:
         settings["memory_budget"] = parse_budget(settings["memory_budget"])
     if isinstance(settings.get("codecs"), Mapping):
@@ -123,6 +139,16 @@ def parse_options(settings: Mapping[str, Any] | None) -> Options:
     options = Options(**settings)
     _check_ranges(options)
     return options
+
+
+def _set_for_gpu(settings: dict[str, Any]) -> None:
+    """Fill in what a GPU sets: the budget, unless there is one, and the profile."""
+    gpu = gpu_of(settings["gpu"])
+    settings["gpu"] = str(settings["gpu"])
+    if settings.get("memory_budget") is None:
+        settings["memory_budget"] = f"total:{gpu.capacity}"
+    if settings.get("profile") is None:
+        settings["profile"] = gpu.profile or GENERIC["cuda"]
 
 
 def _unknown(name: str, names: list[str]) -> str:

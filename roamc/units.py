@@ -54,6 +54,14 @@ def format_bytes(count: Bytes) -> str:
     return f"{count / 10**12:.0f} TB"
 
 
+def format_seconds(value: Seconds) -> str:
+    """Write ``value`` seconds with three significant digits, e.g. ``"61.3 ms"``."""
+    for power, unit in ((1, "s"), (10**-3, "ms")):
+        if value >= power:
+            return f"{value / power:.3g} {unit}" if value < 1000 * power else f"{value:.0f} s"
+    return f"{value * 1e6:.3g} µs"
+
+
 def format_parts(parts: Mapping[str, Bytes]) -> str:
     """Write several sizes by name, e.g. ``"saved 7.574 MB, output 4 B"``."""
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())

@@ -43,8 +43,8 @@ KINDS = ("cpu", "cuda")
 """Types of the devices that a step can be planned for."""
 
 NOTE = (
-    "planned for a GPU that need not be here: nothing was measured, and what cuBLAS and cuDNN take as workspace is not "
-    "known and not counted"
+    "planned for a GPU that need not be here: nothing was measured; for workspaces of cuBLAS and cuDNN the margin has a "
+    "fixed share"
 )
 
 LITERAL = "aten.lift_fresh"

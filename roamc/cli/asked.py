@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from roamc.cost.gpus import GPUS
+
 Target = Annotated[
     str,
     typer.Argument(
@@ -75,8 +77,9 @@ Limit = Annotated[
         "--memory-budget",
         metavar="SIZE",
         help="Most bytes that the step may allocate: 6GiB, 80% of what eager needs, min, light (as min, without "
-        "recomputing matrix products and other heavy operators), +1% (the lowest peak for at most 1% more time), or "
-        "device. Exit code 2 if no plan fits. Repeat it to compare budgets with roamc plan.",
+        "recomputing matrix products and other heavy operators), +1% (the lowest peak for at most 1% more time), "
+        "device, or total:40GB (which parameters, optimizer state and inputs share). Exit code 2 if no plan fits. "
+        "Repeat it to compare budgets with roamc plan.",
     ),
 ]
 Others = Annotated[
@@ -89,6 +92,15 @@ Device = Annotated[
         "--device",
         metavar="cpu|cuda",
         help="cuda plans for a GPU; none is needed. By default the model's device.",
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME|SIZE",
+        help=f"The GPU that the step is to fit: {', '.join(GPUS)}, or its capacity such as 40GB. Plans for cuda within "
+        "its capacity, margin included, at its speed; exit code 2 if no plan fits.",
     ),
 ]
 Profile = Annotated[
@@ -146,6 +158,7 @@ class Request:
             added such as "+1%", "min", "light", or "device"; None for none.
         options: roamc's options, each as ``key=value``.
         device: "cuda" to plan for a GPU, which need not be there; "cpu" for the device that the model lies on.
+        gpu: the GPU that the step is to fit, as the option of that name; None for none.
         profile: the device profile that times are predicted with, as the option of that name; None for that option. For
             a GPU without either it is :data:`roamc.cost.GENERIC`, so that every machine makes the same plan.
         mesh: the ranks to plan for, such as "dp=1,pp=8,tp=8"; None for one.
@@ -163,6 +176,7 @@ class Request:
     memory_budget: str | None = None
     options: tuple[str, ...] = ()
     device: str = "cpu"
+    gpu: str | None = None
     profile: str | None = None
     mesh: str | None = None
     tp_plan: tuple[str, ...] = ()
@@ -188,8 +202,8 @@ def _asked(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
     heads: Heads = None, vocab: Vocab = None, dtype: Dtype = None, task: Task = None, lora: Lora = None,
     sets: Sets = None, optimizer: Optimizer = None, forward_backward: Halves = False, meta: Meta = False,
-    clip_grad_norm: Clip = None, memory_budget: Limit = None,
-    option: Others = None, device: Device = "cpu", profile: Profile = None, mesh: Ranks = None,
+    clip_grad_norm: Clip = None, memory_budget: Limit = None, option: Others = None,
+    device: Device = "cpu", gpu: Gpu = None, profile: Profile = None, mesh: Ranks = None,
     tp_plan: TpPlan = None, stage: StageNumber = None,
 ) -> Asked:  # fmt: skip
     request = Request(
@@ -202,7 +216,8 @@ def _asked(
         meta=meta,
         clip_grad_norm=clip_grad_norm,
         options=tuple(option or ()),
-        device=device,
+        device="cuda" if gpu is not None and device == "cpu" else device,
+        gpu=gpu,
         profile=profile,
         mesh=mesh,
         tp_plan=tuple(tp_plan or ()),

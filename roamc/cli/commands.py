@@ -28,12 +28,13 @@ from roamc.budget import parse_budget
 from roamc.cli.asked import Asked, Request, asking
 from roamc.errors import BudgetError, OptionError, RoamcError, nearest
 from roamc.report.progress import Stages
-from roamc.report.tables import console, show_rows
+from roamc.report.tables import BY, console, show_rows
 from roamc.units import parse_bytes
 from roamc.version import __version__
 
 if TYPE_CHECKING:  # each command imports what it runs: help and errors of usage do without torch
     from roamc.frontends.largest import Fit
+    from roamc.planning.plan import Plan
     from roamc.report.explain import Explanation
     from roamc.report.kernels import KernelReport
 
@@ -115,11 +116,12 @@ def plan(
         if save is not None:
             files.write_text(save, step_plan.to_json() + "\n")
         if as_json:
-            _print_json({**step_plan.to_dict(seconds=True), "fragmentation": step_plan.fragmentation, "fits": True})
+            _print_json(_told(step_plan))
         else:
             from roamc.report.text import show_plan
 
-            show_plan(console(), step_plan)
+            show_plan(console(), step_plan, debug=debug)
+        _check_fits(step_plan)
 
 
 @app.command()
@@ -495,6 +497,18 @@ def _check_kernels(device: str) -> None:
         raise OptionError("--kernels needs Triton: pip install triton")
 
 
+def _told(plan: Plan) -> dict[str, Any]:
+    """The fields of a plan and what follows from them."""
+    more = {"fragmentation": plan.fragmentation, "total_bytes": plan.total_bytes, "fits": plan.fits is not False}
+    return {**plan.to_dict(seconds=True), **more}
+
+
+def _check_fits(plan: Plan) -> None:
+    """End with code 2 where the plan does not fit the GPU that ``--gpu`` names."""
+    if plan.fits is False:
+        raise _DoesNotFit(DOES_NOT_FIT)
+
+
 def _print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=1))
 
@@ -505,7 +519,7 @@ def _reported(debug: bool, as_json: bool) -> Iterator[None]:
     try:
         yield
     except BudgetError as error:
-        typer.echo(f"does not fit: {error}", err=True)
+        typer.echo(str(error) if "does not fit" in str(error) else f"does not fit: {error}", err=True)
         if as_json:
             _print_json({"fits": False, "error": str(error)})
         raise _DoesNotFit(DOES_NOT_FIT) from None

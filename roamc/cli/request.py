@@ -319,6 +319,8 @@ def options_of(request: Request) -> Options:
         settings["memory_budget"] = request.memory_budget
     if request.profile is not None:
         settings["profile"] = request.profile
+    if request.gpu is not None:
+        settings["gpu"] = request.gpu
     return devices.options_for(settings, device_of(request.device))
 
 

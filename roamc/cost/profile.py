@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from roamc import decode, files
+from roamc.cost.gpus import GPUS, Gpu
 from roamc.errors import PlanError, ProfileError, nearest
 from roamc.files import measured_folder
 from roamc.units import Bytes, Seconds
@@ -151,13 +152,15 @@ def load_profile(device: str | torch.device = "cpu", profile: str | None = None)
         return _named(profile)
     stored = _nearest(kind)
     if stored is None:
-        return read_profile(SHIPPED / f"{_shipped_for(kind)}.json")
+        return _named(_shipped_for(kind))
     return read_profile(stored, f"measure again with: roamc calibrate --device {kind}")
 
 
 def _named(profile: str) -> DeviceProfile:
-    if profile in shipped_names():
+    if profile in _files():
         return read_profile(SHIPPED / f"{profile}.json")
+    if profile in GPUS:
+        return of_gpu(GPUS[profile])
     if not Path(profile).is_file():
         names = ", ".join(shipped_names())
         near = nearest(profile, shipped_names())
@@ -184,8 +187,55 @@ def read_profile(path: Path, advice: str = "") -> DeviceProfile:
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Return the names of the profiles that come with roamc, sorted."""
+    """Return the names of the profiles that come with roamc, sorted: the files, and those of :data:`GPUS`."""
+    return tuple(sorted({*_files(), *(gpu.profile for gpu in GPUS.values())}))
+
+
+def _files() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
+
+
+def of_gpu(gpu: Gpu) -> DeviceProfile:
+    """Return the profile of a row of :data:`GPUS`: the file that it names, or that of the GPU that it is like.
+
+    The rates of another GPU have the same shares of its data sheet: products and convolutions of each dtype's peak,
+    scans and scatters of the bandwidth. The overhead of a launch stays; links of a GPU without NVLink are not known.
+    """
+    if gpu.profile in _files():
+        return read_profile(SHIPPED / f"{gpu.profile}.json")
+    base = read_profile(SHIPPED / f"{gpu.like}.json")
+    row = next(each for each in GPUS.values() if each.profile == gpu.like)
+    faster = {dtype: rate / row.flops[dtype] for dtype, rate in gpu.flops.items()}
+    faster["float16"], moved = faster["bfloat16"], gpu.bandwidth / row.bandwidth
+    flops = {
+        kind: {dtype: rate * faster[_peak_of(kind, dtype)] for dtype, rate in rates.items()}
+        for kind, rates in base.flops.items()
+    }
+    return dataclasses.replace(
+        base,
+        name=gpu.profile,
+        model=gpu.model,
+        source=f"data sheet of {gpu.title} at the shares that {base.name} has of its own; not measured",
+        bandwidth=base.bandwidth * moved,
+        cache_bandwidth=base.cache_bandwidth * moved,
+        cache_bytes=gpu.cache_bytes // 2,
+        flops=flops,
+        elements={kind: {dtype: rate * moved for dtype, rate in each.items()} for kind, each in base.elements.items()},
+        links=_links(base, gpu.nvlink / row.nvlink),
+        peaks={dtype: rate * faster["tf32" if dtype == "float32" else dtype] for dtype, rate in base.peaks.items()},
+    )
+
+
+def _peak_of(kind: str, dtype: str) -> str:
+    """The peak that bounds products of a kind; convolutions multiply float32 as TF32."""
+    return "tf32" if dtype == "float32" and kind.startswith("convolution") else dtype
+
+
+def _links(base: DeviceProfile, faster: float) -> Rates:
+    if not faster:
+        return {}
+    node = {**base.links[NODE], "bandwidth": base.links[NODE]["bandwidth"] * faster}
+    return {**base.links, NODE: node}
 
 
 def _shipped_for(kind: str) -> str:
@@ -197,8 +247,8 @@ def _shipped_for(kind: str) -> str:
 def shipped_like(kind: str) -> DeviceProfile | None:
     """Return the shipped profile whose ``model`` is part of this machine's GPU's name; None without one, or GPU."""
     model = device_model(kind).lower() if kind == "cuda" else ""
-    profiles = (read_profile(SHIPPED / f"{name}.json") for name in shipped_names())
-    return next((each for each in profiles if each.device == kind and each.model.lower() in model), None)
+    alike = [gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.model.lower()}\b", model)]
+    return of_gpu(max(alike, key=lambda gpu: len(gpu.model))) if alike else None
 
 
 def device_model(kind: str) -> str:

@@ -18,8 +18,8 @@ def options_for(settings: Mapping[str, Any], device: torch.device) -> Options:
     """Return options to plan for ``device`` with.
 
     Args:
-        settings: options as the user set them. For a GPU, the profile is by default :data:`roamc.cost.GENERIC`'s, so
-            that every machine makes the same plan.
+        settings: options as the user set them. For a GPU, the profile is by default that of the option ``gpu``, and
+            without one :data:`roamc.cost.GENERIC`'s, so that every machine makes the same plan.
         device: a CPU, for the device that the model lies on, or a GPU that need not be there.
 
     Raises:
@@ -28,7 +28,8 @@ def options_for(settings: Mapping[str, Any], device: torch.device) -> Options:
     """
     if device.type != "cuda":
         return options_of(settings)
-    options = options_of({"profile": GENERIC["cuda"], **settings})
+    named = settings.get("gpu") is not None
+    options = options_of(settings if named else {"profile": GENERIC["cuda"], **settings})
     if (kind := load_profile(profile=options.profile).device) != "cuda":
         raise OptionError(f"profile {options.profile!r} describes a {kind}; give a GPU's, such as {GENERIC['cuda']}")
     return options

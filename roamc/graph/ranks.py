@@ -106,10 +106,14 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{rows}"
 
 
+def groups(graph: TrainGraph) -> list[object]:
+    """Return the groups of ranks that ``graph`` sends to, each once."""
+    return list(dict.fromkeys(group_of(node) for node in operators(graph.graph) if ops.rule(node.target).collective))
+
+
 def planned_groups(graph: TrainGraph) -> list[object]:
     """Return the groups of ``graph`` that need not be there: one process plans for all of their ranks."""
-    groups = dict.fromkeys(group_of(node) for node in operators(graph.graph) if ops.rule(node.target).collective)
-    return [group for group in groups if is_planned_for(group)]
+    return [group for group in groups(graph) if is_planned_for(group)]
 
 
 def collectives_of(graph: TrainGraph, group: object) -> Iterator[str]:

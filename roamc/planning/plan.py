@@ -15,9 +15,9 @@ from typing import Any
 from roamc import decode
 from roamc.budget import LIGHT
 from roamc.errors import PlanError
-from roamc.units import Bytes, Seconds, format_bytes, format_parts
+from roamc.units import Bytes, Seconds, format_bytes, format_parts, format_seconds
 
-FORMAT = 11
+FORMAT = 12
 """Version of the JSON form; increased when a reader of an older version could misread it."""
 
 
@@ -32,7 +32,8 @@ class Plan:
         versions: "roamc" and "torch" to the version that the plan was made with.
         threads: number of torch's threads on a CPU for which ``needed_bytes`` is counted: some operators have buffers
             for each.
-        budget_bytes: the budget that was asked for; 0 for none, for the lowest peak, or for a share of time.
+        budget_bytes: the budget that was asked for, of ``needed_bytes``; 0 for the lowest peak or a share of time, None
+            for none.
         budget_added: most time that the plan was allowed to add, as a fraction of ``step_seconds``; 0 for any.
         least_bytes: lower bound of ``needed_bytes`` for any choice of reruns and codecs that adds no more, in any
             order; 0 where it is not known, or where ``budget_added`` is 0.
@@ -52,13 +53,15 @@ class Plan:
         in_flight: micro-batches of a pipeline, or calls of a module before one backward, that are in flight:
             ``needed_bytes`` and ``baseline_needed_bytes`` count all of them, and other numbers the one that runs; 1
             elsewhere.
-        step_seconds: predicted time of a step in which nothing runs again, of collectives what no other operator hides;
-            0 if no budget was asked for.
+        step_seconds: predicted time of a step in which nothing runs again, of collectives what no other operator hides.
         added_seconds: predicted time of all operators that run again and of codecs, per step.
         added_bound_seconds: lower bound of the added time, for any choice of reruns and codecs within the same peak; 0
             where it is not known.
         status: "optimal" if peak and bound meet, so that no order and no layout of these operators is better; "limit"
             if a search ended at its limit of work, else "gap".
+        room: what is to hold the whole process, such as "H100 (80 GB)"; "" for nothing named.
+        room_bytes: its bytes; 0 for nothing named.
+        margin_bytes: what a process takes beside the plan, by name, such as CUDA's context; empty on a CPU.
         fixed_bytes: role to bytes of parameters, optimizer state, buffers and inputs, which the caller holds.
         decisions: pass name to the fields of that pass's ``Decision``, as plain data.
         notes: sentences for the user, such as what gradient clipping costs.
@@ -70,7 +73,7 @@ class Plan:
     device: str
     versions: Mapping[str, str]
     threads: int
-    budget_bytes: Bytes
+    budget_bytes: Bytes | None
     budget_added: float
     least_bytes: Bytes
     peak_bytes: Bytes
@@ -85,6 +88,9 @@ class Plan:
     added_seconds: Seconds
     added_bound_seconds: Seconds
     status: str
+    room: str
+    room_bytes: Bytes
+    margin_bytes: Mapping[str, Bytes]
     fixed_bytes: Mapping[str, Bytes]
     decisions: Mapping[str, Mapping[str, Any]] = field(repr=False)
     notes: tuple[str, ...] = ()
@@ -94,6 +100,34 @@ class Plan:
     def fragmentation(self) -> float:
         """Bytes of the arena above the most live bytes in it, as a fraction of these: arena / live - 1."""
         return self.arena_bytes / self.live_bytes - 1 if self.live_bytes else 0.0
+
+    @property
+    def total_bytes(self) -> Bytes:
+        """Bytes of the whole process: what the caller holds, the step, and on a GPU the margin."""
+        return sum(self.fixed_bytes.values()) + self.needed_bytes + sum(self.margin_bytes.values())
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether :attr:`room` holds the whole process; None where nothing was named."""
+        return self.total_bytes <= self.room_bytes if self.room_bytes else None
+
+    @property
+    def headline(self) -> str:
+        """One sentence: what the whole process needs, of what, and whether it fits."""
+        held = [name for role, name in _HELD.items() if self.fixed_bytes.get(role)]
+        parts = {
+            _and(held): self.fixed_bytes.values(),
+            "step": (self.needed_bytes,),
+            "margin": self.margin_bytes.values(),
+        }
+        sizes = [f"{format_bytes(sum(sizes))} {name}" for name, sizes in parts.items() if sum(sizes)]
+        total = f"{format_bytes(self.total_bytes)} = {' + '.join(sizes) or 'nothing'}"
+        if self.fits is None:
+            return f"{self.name} needs {total}"
+        verdict = f"fits {_with_article(self.room)}" if self.fits else f"does not fit {_with_article(self.room)}"
+        if self.added_seconds and self.step_seconds:
+            verdict += f" with {self.added_seconds / self.step_seconds:.1%} more time"
+        return f"{self.name} {verdict}: {total}"
 
     def adds_at_most(self, share: float) -> bool:
         """Whether the plan adds at most ``share`` of the predicted time of the step; 0.01 is 1 %."""
@@ -155,6 +189,7 @@ class Plan:
             bound = (format_bytes(self.bound_bytes), "on live bytes, for any order")
         share = _against(self.peak_bytes, self.baseline_bytes, f"of eager's{one}")
         return (
+            ("total", format_bytes(self.total_bytes), self._total_remark()),
             ("peak", format_bytes(self.peak_bytes), share),
             *self._workspace_rows(),
             *self._budget_rows(),
@@ -162,8 +197,18 @@ class Plan:
             ("lower bound", *bound),
             ("arena", format_bytes(self.arena_bytes), f"fragmentation {self.fragmentation:.3%}"),
             ("fixed", format_bytes(sum(self.fixed_bytes.values())), format_parts(self.fixed_bytes)),
+            *self._margin_rows(),
+            ("step time", format_seconds(self.step_seconds + self.added_seconds), "predicted"),
             ("status", self.status, ""),
         )
+
+    def _total_remark(self) -> str:
+        return f"of {format_bytes(self.room_bytes)}: {self.room}" if self.room_bytes else "of the whole process"
+
+    def _margin_rows(self) -> tuple[tuple[str, str, str], ...]:
+        if not self.margin_bytes:
+            return ()
+        return (("margin", format_bytes(sum(self.margin_bytes.values())), format_parts(self.margin_bytes)),)
 
     def _workspace_rows(self) -> tuple[tuple[str, str, str], ...]:
         others = f"the other {self.in_flight - 1}" if self.in_flight > 2 else "the other one"
@@ -181,9 +226,10 @@ class Plan:
         return tuple((label, format_bytes(size), remark) for label, size, remark in rows if size)
 
     def _budget_rows(self) -> tuple[tuple[str, str, str], ...]:
-        if not self.step_seconds:
+        if self.budget_bytes is None:
             return ()
-        added = ("added time", f"{self.added_seconds / self.step_seconds:.1%}", self._added_remark())
+        share = self.added_seconds / self.step_seconds if self.step_seconds else 0.0
+        added = ("added time", f"{share:.1%}", self._added_remark())
         lowest = LIGHT if self.decisions.get("retain", {}).get("allowed") == LIGHT else "min"
         asked = f"+{100 * self.budget_added:g}%" if self.budget_added else lowest
         budget = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else asked, self._budget_remark())
@@ -207,12 +253,30 @@ class Plan:
         return f"predicted; {again} {'operator' if again == 1 else 'operators'} recomputed{codes}{bound}"
 
     def __str__(self) -> str:
-        lines = [f"plan of {self.name}"]
+        lines = [self.headline]
         lines += [f"  {label:<13}{value:>12}  {remark}".rstrip() for label, value, remark in self.rows()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
 _INSIDE = "on top of the peak: operator workspace and tensor objects, estimated"
+
+
+_HELD = {
+    "parameter": "parameters", "buffer": "buffers", "optimizer state": "optimizer state", "input": "inputs",
+}  # fmt: skip
+"""Roles of ``fixed_bytes`` in the words of :attr:`Plan.headline`."""
+
+
+def _and(names: list[str]) -> str:
+    """The names as one enumeration."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _with_article(title: str) -> str:
+    """A name with its article, as its first letter or digit is spoken; a number stands without one."""
+    if title[:1].isdigit() or not title:
+        return title
+    return f"{'an' if title[0] in 'AEFHILMNORSX' else 'a'} {title}"
 
 
 def _against(value: Bytes, base: Bytes, of: str) -> str:

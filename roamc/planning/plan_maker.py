@@ -14,6 +14,7 @@ import torch
 
 from roamc import budget, cost
 from roamc.cost import utilisation
+from roamc.cost.gpus import Gpu
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
 from roamc.graph.in_flight import waiting_bytes
@@ -26,7 +27,7 @@ from roamc.planning import layout_judge, other_orders, pipeline
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import Runner, State
 from roamc.planning.plan import Plan
-from roamc.planning.planned import Planned, plan_of
+from roamc.planning.planned import Planned, margin_of, plan_of
 from roamc.rewriting.split import splittable
 from roamc.runtime import blocks
 from roamc.units import Bytes, Seconds, format_bytes
@@ -84,7 +85,7 @@ def prepared(
     needs = most + cost.objects(most, own)
     needs += waiting_bytes(graph, memory, eager=True)
     products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
-    maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products)
+    maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products, room=options.room)
     maker = maker.under(terms_of(graph, options.memory_budget, needs))
     state = State(graph, {}, {}, value_flow.read(graph, Numbers()), verify.constraints(graph))
     return maker, maker.runner.run(state, pipeline.same_for_all_budgets(pipeline.PIPELINE))
@@ -135,7 +136,9 @@ def limit_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes)
     device = main_device(graph)
     if asked == "device":
         blocks.empty_idle(device)
-    return budget.resolve(asked, eager_needs, device, input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0))
+    fixed = input_bytes(graph)
+    beside = sum(fixed.values()) + sum(margin_of(graph).values())
+    return budget.resolve(asked, eager_needs, device, fixed.get(Role.OPTIMIZER_STATE.value, 0), beside)
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ class PlanMaker:
         splits: whether pass overlap may split collectives.
         products: FLOPs of the captured graph, for the utilisation of a GPU; none for a CPU, whose peak rate no profile
             has.
+        room: what is to hold the whole process, for the plans; None for nothing named.
     """
 
     runner: Runner
@@ -161,6 +165,7 @@ class PlanMaker:
     effort: Effort = EFFORT
     splits: bool = True
     products: utilisation.Products = field(default_factory=dict)
+    room: Gpu | None = None
 
     @property
     def options(self) -> Options:
@@ -180,15 +185,15 @@ class PlanMaker:
     def _with(self, options: Options) -> PlanMaker:
         return dataclasses.replace(self, runner=dataclasses.replace(self.runner, options=options))
 
-    def make(self, start: State, kept: retain.Decision | None = None, step_seconds: Seconds = 0.0) -> Planned:
+    def make(self, start: State, kept: retain.Decision | None, step_seconds: Seconds) -> Planned:
         """Run all passes behind ``start``, check the layout and write the plan.
 
         Args:
             start: the state that :func:`prepared` returned, or a copy by :func:`fresh`; its graph may be changed in
                 place.
             kept: the decision of pass retain; None if it is to decide, or the plan of :attr:`runner`.
-            step_seconds: predicted time of the step without recomputation, for the plan; 0 without a budget. That of
-                the plan of :attr:`runner` is left as it is.
+            step_seconds: predicted time of the step without recomputation, for the plan. That of the plan of
+                :attr:`runner` is left as it is.
 
         Returns:
             The graph behind all passes, and its plan. The plan may need more than the budget.
@@ -225,12 +230,12 @@ class PlanMaker:
             end = min(end, plain, key=self._size)
         begun = time.perf_counter()
         layout_judge.check_layout(end.graph)
-        if self.runner.plan is None and step_seconds:
+        if self.runner.plan is None:
             step_seconds -= _hidden_seconds(end)
         decided = self.runner.plan is None and retain.NAME in end.decisions
         codecs = self.options.codecs if decided else ()
         limit = self.options.limit_bytes
-        plan = plan_of(end, self.fingerprint, limit, step_seconds, self.eager_needs, self.effort, codecs)
+        plan = plan_of(end, self.fingerprint, limit, step_seconds, self.eager_needs, self.effort, codecs, self.room)
         plan.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
         return Planned(end.graph, plan)
 

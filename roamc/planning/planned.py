@@ -10,10 +10,12 @@ import torch
 
 from roamc import decode
 from roamc.cost import workspaces
+from roamc.cost.gpus import Gpu, margin
 from roamc.errors import BudgetError
 from roamc.graph import Role, TrainGraph, main_device, placeholders
 from roamc.graph.lifetimes import lifetimes, sizes, timeline
 from roamc.graph.memory import Place, Storage, build_memory, input_bytes
+from roamc.graph.ranks import groups
 from roamc.graph.rewrite import value_of
 from roamc.operators.fused import Fused
 from roamc.passes import layout, reorder, retain
@@ -69,6 +71,7 @@ def plan_of(
     eager_needs: Bytes,
     effort: Effort = EFFORT,
     codecs: Collection[str] = (),
+    room: Gpu | None = None,
 ) -> Plan:
     """Write the plan of a graph behind the whole pipeline.
 
@@ -76,10 +79,11 @@ def plan_of(
         end: the state that the last pass left.
         fingerprint: hash of the captured graph.
         limit: budget in bytes; 0 for the lowest peak, None for no budget.
-        step_seconds: predicted time of a step in which nothing is recomputed; 0 without a budget.
+        step_seconds: predicted time of a step in which nothing is recomputed.
         eager_needs: bytes that eager PyTorch takes at its worst step, see :attr:`Plan.baseline_needed_bytes`.
         effort: how far above its bound a peak may be and count as optimal.
         codecs: names of the codecs with an error that pass retain could decide on.
+        room: what is to hold the whole process; None for nothing named.
     """
     graph, decisions = end.graph, end.decisions
     placed: layout.Decision = decisions[layout.NAME]
@@ -96,7 +100,7 @@ def plan_of(
         fingerprint=fingerprint,
         device=main_device(graph).type,
         versions={"roamc": __version__, "torch": torch.__version__},
-        budget_bytes=limit or 0,
+        budget_bytes=limit,
         budget_added=0.0,
         least_bytes=0,
         peak_bytes=peak_bytes,
@@ -111,16 +115,34 @@ def plan_of(
         added_seconds=retain_decision.added_seconds,
         added_bound_seconds=retain_decision.bound_seconds,
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
+        room=room.title if room else "",
+        room_bytes=room.capacity if room else 0,
+        margin_bytes=margin_of(graph),
         fixed_bytes=input_bytes(graph),
         decisions={name: decode.plain(decision) for name, decision in decisions.items()},
         notes=(
             *graph.notes,
             *assumed(graph),
+            *_without_states(graph),
             *codec_notes.notes(graph, coded, dict(retain_decision.offered), codecs),
             *other_orders.note(ordered, placed),
         ),
         seconds=dict(end.seconds),
     )
+
+
+def margin_of(graph: TrainGraph) -> dict[str, Bytes]:
+    """Return what a process takes beside a plan of ``graph``, by name: on a GPU, see :func:`roamc.cost.gpus.margin`."""
+    if main_device(graph).type != "cuda":
+        return {}
+    return margin(sum(input_bytes(graph).values()), len(groups(graph)))
+
+
+def _without_states(graph: TrainGraph) -> tuple[str, ...]:
+    """Return a sentence on the optimizer's states where the graph has no update, so that the total lacks them."""
+    if not graph.boundary:
+        return ()
+    return ("forward and backward only: the optimizer's states come on top of the total",)
 
 
 def check_budget(planned: Planned, limit: Bytes | None) -> None:
@@ -132,13 +154,14 @@ def check_budget(planned: Planned, limit: Bytes | None) -> None:
     plan = planned.plan
     if not limit or plan.needed_bytes <= limit:
         return
-    how = "with as much recomputation as helps" if plan.step_seconds else "without recomputation"
-    raise BudgetError(
-        f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
-        f"memory_budget={format_bytes(limit)}, {how}; {'; '.join((_largest(planned.graph), *assumed(planned.graph)))}. "
-        f"{RAISE}",
-        plan,
-    )
+    how = "with as much recomputation as helps" if retain.NAME in plan.decisions else "without recomputation"
+    needs = f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
+    needs += f"memory_budget={format_bytes(limit)}"
+    advice = RAISE
+    if plan.fits is False:
+        needs, advice = plan.headline, f"Take a larger GPU{SMALLER}" if plan.margin_bytes else RAISE
+    largest = "; ".join((_largest(planned.graph), *assumed(planned.graph)))
+    raise BudgetError(f"{needs}, {how}; {largest}. {advice}", plan)
 
 
 def _largest(graph: TrainGraph, count: int = 3) -> str:

@@ -92,7 +92,7 @@ def run(
         maker, start = prepared(graph, options, applied_plan, mark, deep=deep)
     watch.seconds[PREPARE] -= sum(start.seconds.values())
     limit = maker.options.limit_bytes
-    planned = maker.make(start, step_seconds=plan.step_seconds)
+    planned = maker.make(start, None, plan.step_seconds)
     check_options(planned, options)
     check_numbers(plan, planned)
     planned = for_threads(planned, torch.get_num_threads())
@@ -216,11 +216,14 @@ class PlanSearch:
         """
         if terms.limit is None or not self.has_reruns:
             if not self._many:
+                step = self._alone(terms.allowed) + self._spared(terms.allowed)
+                make = functools.partial(PlanMaker.make, kept=None, step_seconds=step)
                 with self._watch.of(OTHER_PLANS):
-                    planned = self._below_eager(self._maker, lambda maker: maker.make(self._copy_if_needed))
+                    planned = self._below_eager(self._maker, lambda maker: make(maker, self._copy_if_needed))
                 return self._noted(planned)
             planned = self._first(terms)
-            return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, step_seconds=0.0))
+            step = planned.plan.step_seconds + self._spared(terms.allowed)
+            return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, step_seconds=step))
 
         if terms.added_share:
             return self._lowest_within(terms)
@@ -456,12 +459,15 @@ class PlanSearch:
         decision = plan.decisions.get(retain.NAME, {})
         if decision.get("once") or not self._once(self.terms.allowed):
             return plan
-        spared = sum(self._prices.values()) - self.alone
+        spared = self._spared(self.terms.allowed)
         return dataclasses.replace(plan, added_seconds=plan.added_seconds + spared)
 
     def _alone(self, allowed: str) -> Seconds:
-        spared = (self._prices[second] for second, _ in self._once(allowed))
-        return sum(self._prices.values()) - sum(spared)
+        return sum(self._prices.values()) - self._spared(allowed)
+
+    def _spared(self, allowed: str) -> Seconds:
+        """Return the seconds of the gathers of :meth:`_once`."""
+        return sum((self._prices[second] for second, _ in self._once(allowed)), 0.0)
 
     def _once(self, allowed: str) -> tuple[tuple[str, str], ...]:
         """Return the gathers that no plan under a limit repeats unasked, see :func:`retain.once`; looked for once."""

@@ -34,9 +34,6 @@ from roamc.units import Bytes
 KINDS = ("saved", "gradient", "output", "tangent", "temporary")
 """Every :attr:`Live.kind`, those that live longest first."""
 
-BY = ("module", "line", "kind")
-"""What storages of a peak are summed up by."""
-
 
 @dataclass(frozen=True)
 class Live:

@@ -63,7 +63,6 @@ def render(picture: Picture) -> str:
         rows=plan.rows(),
         layout_rows=text.layout_rows(plan),
         seconds=sum(plan.seconds.values()),
-        stages=text.stage_times(plan.seconds),
         peaks={"eager": report.eager, "planned": report.planned},
         by=by_default(report.planned),
         groups=text.group_rows(report.planned),

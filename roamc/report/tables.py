@@ -9,6 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+BY = ("module", "line", "kind")
+"""What storages of a peak are summed up by."""
+
 PIPE_WIDTH = 160
 """Columns where the output is not a terminal and COLUMNS is not set."""
 

@@ -67,12 +67,12 @@ class Listed:
     sizes: Sequence[Bytes]
 
 
-def show_plan(out: Console, plan: Plan) -> None:
-    """Print the table of ``plan`` to ``out``, and the seconds that planning took."""
+def show_plan(out: Console, plan: Plan, *, debug: bool = False) -> None:
+    """Print the table of ``plan`` to ``out``, and the seconds that planning took; of each stage with ``debug``."""
     out.print(str(plan), markup=False, soft_wrap=True)
-    out.print(
-        f"  {'planned in':<13}{_seconds(sum(plan.seconds.values())):>12}  {stage_times(plan.seconds)}", markup=False
-    )
+    stages = f"  {stage_times(plan.seconds)}" if debug else ""
+    seconds = _seconds(sum(plan.seconds.values()))
+    out.print(f"  {'planned in':<13}{seconds:>12}{stages}", markup=False, soft_wrap=True)
 
 
 def show_explanation(out: Console, report: Explanation, top: int, by: str | None = None) -> None:

@@ -369,7 +369,8 @@ class Pair:
         names = _storage_names(memory)
         self.first_saved = sum(port.phase.name == "FORWARD" for port in graph.outputs)
         self.hooked = False
-        self.threads = planned.plan.threads if main_device(graph).type == "cpu" and planned.plan.step_seconds else 0
+        budgeted = main_device(graph).type == "cpu" and planned.plan.budget_bytes is not None
+        self.threads = planned.plan.threads if budgeted else 0
         self.in_arena = [i for i, node in enumerate(saved) if names.get(node.name) in placed]
         self.extents = [extent_of(saved[index].meta["val"]) for index in self.in_arena]
         late = {names[name] for name in graph.reuse if graph.phase[name] is not Phase.FORWARD}
