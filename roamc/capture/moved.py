@@ -43,8 +43,8 @@ KINDS = ("cpu", "cuda")
 """Types of the devices that a step can be planned for."""
 
 NOTE = (
-    "planned for a GPU that need not be here: nothing was measured; for workspaces of cuBLAS and cuDNN the margin has a "
-    "fixed share"
+    "planned for a GPU that need not be here: nothing was measured, and for workspaces of cuBLAS and "
+    "cuDNN the margin has a fixed share"
 )
 
 LITERAL = "aten.lift_fresh"

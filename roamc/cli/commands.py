@@ -184,8 +184,7 @@ def explain(
             if compiled is not None:
                 more["kernels"] = [dataclasses.asdict(kernel) for kernel in compiled]
             _print_json({**report.to_dict(top, by), **more})
-            return
-        if not (source or graph) or curve or html is not None:
+        elif not (source or graph) or curve or html is not None:
             text.show_explanation(console(), report, top, by)
             if compiled is not None:
                 text.show_kernels(console(), compiled)
@@ -194,8 +193,9 @@ def explain(
                     typer.echo(f"\nthe {content} is in {path}")
         elif source:
             text.show_source(console(), report.source)
-        if graph:
+        if graph and not as_json:
             typer.echo(printed(report.graph), nl=False)
+        _check_fits(report.plan)
 
 
 @app.command(name="max-batch")

@@ -31,13 +31,13 @@ from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, fro
 from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options
 from roamc.planning import search
-from roamc.planning.planned import Planned
+from roamc.planning.planned import LARGER, Planned
 from roamc.report.curve import Curve, trace
 from roamc.report.explain import Explanation, Lives, explain, find_peak, lives_of
 from roamc.report.frontier import Point, frontier
 from roamc.report.picture import Course, Picture, draw, follow
 from roamc.solvers.warm_up import warm_up
-from roamc.units import Seconds
+from roamc.units import Seconds, format_bytes
 
 NO_OPTIMIZER = "none"
 """What ``--optimizer`` takes for forward and backward of the loss without an update."""
@@ -147,7 +147,7 @@ def _stage_plan(request: Request, graph: TrainGraph, options: Options, seconds: 
         return StagePlan(stage, lowest, lowest.step_seconds + lowest.added_seconds, fits=False)
     plan = _of_mesh(planned, request, mesh_of(request)).plan
     profile = load_profile(main_device(planned.graph), options.profile)
-    return StagePlan(stage, plan, step_seconds(planned.graph, profile), fits=True)
+    return StagePlan(stage, plan, step_seconds(planned.graph, profile), fits=plan.fits is not False)
 
 
 def largest(
@@ -251,11 +251,24 @@ def _planned(
         warm_up()
     say(f"planning {graph.name}")
     with ticker.listening(lambda text: say(f"planning {graph.name}, {text}")):
-        trials = search.PlanSearch(graph, options, many=curve)
-        planned = trials.run()
+        trials = search.PlanSearch(graph, options, many=curve or options.gpu is not None)
+        planned = _with_way_out(trials.run(), trials)
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
     traced = trace(trials, plan, lambda stage: say(f"planning {graph.name}, the curve: {stage}")) if curve else None
     return dataclasses.replace(planned, plan=plan), traced
+
+
+def _with_way_out(planned: Planned, trials: search.PlanSearch) -> Planned:
+    """The plan; where its GPU does not hold it under the budget asked for, with a note on what would."""
+    plan = planned.plan
+    if plan.fits is not False:
+        return planned
+    other = trials.fit(trials.terms_of(f"total:{plan.room_bytes}")).plan
+    more = f" with {other.added_seconds / other.step_seconds:.1%} more time than without a budget"
+    note = f"it fits{more if other.added_seconds else ''}: leave the memory budget out"
+    if other.fits is False:
+        note = f"at least {format_bytes(other.total_bytes)}, with as much recomputation as helps: {LARGER}"
+    return dataclasses.replace(planned, plan=dataclasses.replace(plan, notes=(note, *plan.notes)))
 
 
 def _of_mesh(planned: Planned, request: Request, mesh: Mesh) -> Planned:

@@ -32,6 +32,9 @@ GRADIENT_OF = "gradient of "
 SMALLER = ", or use a smaller batch"
 """End of :data:`RAISE`; ``max_batch`` cuts it off for the smallest batch."""
 
+LARGER = f"take a larger GPU{SMALLER}"
+"""What to do where no plan fits a GPU."""
+
 RAISE = f"Raise the budget{SMALLER}"
 """End of the error for a budget that no plan keeps; the backend replaces it where other advice helps."""
 
@@ -159,7 +162,7 @@ def check_budget(planned: Planned, limit: Bytes | None) -> None:
     needs += f"memory_budget={format_bytes(limit)}"
     advice = RAISE
     if plan.fits is False:
-        needs, advice = plan.headline, f"Take a larger GPU{SMALLER}" if plan.margin_bytes else RAISE
+        needs, advice = plan.headline, LARGER[0].upper() + LARGER[1:] if plan.margin_bytes else RAISE
     largest = "; ".join((_largest(planned.graph), *assumed(planned.graph)))
     raise BudgetError(f"{needs}, {how}; {largest}. {advice}", plan)
 

@@ -55,4 +55,4 @@ def frontier(graph: TrainGraph, options: Options, budgets: Sequence[Budget]) -> 
 
 
 def _point(budget: Budget, plan: Plan) -> Point:
-    return Point(budget, plan, not plan.budget_bytes or plan.needed_bytes <= plan.budget_bytes)
+    return Point(budget, plan, plan.fits is not False and plan.needed_bytes <= (plan.budget_bytes or plan.needed_bytes))
