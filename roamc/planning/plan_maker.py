@@ -15,6 +15,7 @@ import torch
 from roamc import budget, cost
 from roamc.cost import utilisation
 from roamc.cost.gpus import Gpu
+from roamc.errors import OptionError
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
 from roamc.graph.in_flight import waiting_bytes
@@ -64,11 +65,13 @@ def prepared(
         (maker, state): a maker for the terms of the options, and the state behind these passes, where its plans begin.
 
     Raises:
-        OptionError: the budget is a share of eager's bytes that is less than one byte.
+        OptionError: the budget is a share of eager's bytes that is less than one byte, or the options name a GPU and
+            the graph is for another device.
         PlanError: a decision of ``plan`` does not fit the graph.
         VerifyError: the graph, or what a pass left of it, is invalid.
     """
     verify.check_graph(graph, "capture", deep=deep)
+    _check_device(graph, options)
     threads = plan.threads if plan else torch.get_num_threads()
     graph = graph.replace(threads=threads, device=main_device(graph))
     if options.shard != "off" and (groups := planned_groups(graph)):
@@ -89,6 +92,15 @@ def prepared(
     maker = maker.under(terms_of(graph, options.memory_budget, needs))
     state = State(graph, {}, {}, value_flow.read(graph, Numbers()), verify.constraints(graph))
     return maker, maker.runner.run(state, pipeline.same_for_all_budgets(pipeline.PIPELINE))
+
+
+def _check_device(graph: TrainGraph, options: Options) -> None:
+    device = main_device(graph).type
+    if options.gpu is not None and device != "cuda":
+        raise OptionError(
+            f"gpu={options.gpu!r} is for steps on a GPU, and {graph.name!r} runs on {device}: move the model, or plan "
+            "with roamc.plan(..., device='cuda'); memory_budget='total:40GB' limits the total on any device"
+        )
 
 
 DROPPED_SHARE = 0.02

@@ -96,6 +96,10 @@ def test_wrong_totals_are_refused() -> None:
             parse_options({"memory_budget": budget})
     with pytest.raises(OptionError, match="unknown GPU"):
         parse_options({"gpu": "v1"})
+    model = nn.Linear(4, 4)
+    workload = Workload("small", model, (torch.zeros(2, 4),), _loss)
+    with pytest.raises(OptionError, match="gpu='h100' is for steps on a GPU, and 'small' runs on cpu"):
+        search.run(capture(workload), parse_options({"gpu": "h100"}))
 
 
 def test_every_plan_says_how_long_a_step_takes() -> None:
