@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,9 @@ class Options:
         async_tp: with ``numerics="fast"``, overlap matrix products with the all-gather of their rows or the
             reduce-scatter of their result: "auto" on GPUs of groups with symmetric memory, "on" everywhere (without
             such memory one runs after the other), "off" nowhere.
+        plan: files of saved plans, one or several: a graph that a plan was made for takes its decisions in the place of
+            a search. They are checked as those of a search are, and a plan is refused where it does not do what it
+            says. Other graphs are planned anew, with a note. None plans every graph.
         profile: device profile for time predictions: a file written by ``roamc calibrate``, or the name of a shipped
             one. None uses the profile measured on this machine, else the shipped one for the device.
     """
@@ -89,6 +93,7 @@ class Options:
     async_tp: str = "auto"
     profile: str | None = None
     gpu: str | None = None
+    plan: tuple[str, ...] = ()
 
     @property
     def keeps_arena(self) -> bool:
@@ -133,7 +138,9 @@ def parse_options(settings: Mapping[str, Any] | None) -> Options:
         settings["memory_budget"] = parse_budget(settings["memory_budget"])
     if isinstance(settings.get("codecs"), Mapping):
         settings["codecs"] = _with_settings(settings["codecs"])
-    for name, kind in (("disable", "pass"), ("codecs", "codec")):
+    if isinstance(settings.get("plan"), os.PathLike):
+        settings["plan"] = os.fspath(settings["plan"])
+    for name, kind in (("disable", "pass"), ("codecs", "codec"), ("plan", "file")):
         if name in settings:
             settings[name] = _names(name, kind, settings[name])
     options = Options(**settings)

@@ -23,7 +23,6 @@ import typer
 from typer.core import TyperGroup
 
 import roamc
-from roamc import files
 from roamc.budget import parse_budget
 from roamc.cli.asked import Asked, Request, asking
 from roamc.errors import BudgetError, OptionError, RoamcError, nearest
@@ -114,7 +113,7 @@ def plan(
             _check_writable(save)
         step_plan = _answer(request).plan
         if save is not None:
-            files.write_text(save, step_plan.to_json() + "\n")
+            step_plan.save(save)
         if as_json:
             _print_json(_told(step_plan))
         else:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from roamc import decode
+from roamc import decode, files
 from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.units import Bytes, Seconds, format_bytes, format_parts, format_seconds
@@ -161,6 +163,14 @@ class Plan:
         """
         return json.dumps(self.to_dict(seconds=seconds), indent=1, sort_keys=True)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file as JSON, for :func:`load_plan` and the option ``plan``.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        files.write_text(Path(path), self.to_json() + "\n")
+
     @staticmethod
     def from_json(text: str) -> Plan:
         """Read a plan from JSON text; nothing is executed, and the plan is not compared with any graph.
@@ -256,6 +266,21 @@ class Plan:
         lines = [self.headline]
         lines += [f"  {label:<13}{value:>12}  {remark}".rstrip() for label, value, remark in self.rows()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan from a file; nothing is executed, and the plan is not compared with any graph.
+
+    Raises:
+        PlanError: the file cannot be read, or is not a plan; names it.
+    """
+    try:
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
+        raise PlanError(f"{os.fspath(path)}: {str(reason).lower()}") from None
+    except PlanError as error:
+        raise PlanError(f"{os.fspath(path)}: {error}") from None
 
 
 _INSIDE = "on top of the peak: operator workspace and tensor objects, estimated"

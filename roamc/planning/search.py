@@ -31,7 +31,7 @@ from roamc.planning import budget_search, other_orders, pipeline
 from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
-from roamc.planning.plan import LARGEST, Plan
+from roamc.planning.plan import LARGEST, Plan, load_plan
 from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
 from roamc.planning.planned import Planned, check_budget
@@ -75,17 +75,21 @@ def run(
 
     Raises:
         OptionError: an option names a pass or codec that does not exist, or a budget of less than one byte.
-        PlanError: ``plan`` was made for another graph, is incomplete, what it says is not so, or ``options`` do not
-            allow the last bits that it may give.
+        PlanError: a file of ``options.plan`` cannot be read; ``plan`` was made for another graph, is incomplete, what
+            it says is not so, or ``options`` do not allow the last bits that it may give.
         VerifyError: a pass left an invalid graph.
         BudgetError: no plan was found that keeps ``options.memory_budget``.
     """
-    if plan is None:
-        return PlanSearch(graph, options, deep=deep).run(quick=quick)
     begun = time.perf_counter()
     options = _checked(options)
     watch = Stopwatch()
-    mark = fingerprint(graph)
+    mark = fingerprint(graph) if plan is not None or options.plan else ""
+    if plan is None and options.plan:
+        plan = next((saved for saved in map(load_plan, options.plan) if saved.fingerprint == mark), None)
+        if plan is None:
+            graph = graph.replace(notes=(*graph.notes, f"no plan of {', '.join(options.plan)} is for this graph"))
+    if plan is None:
+        return PlanSearch(graph, options, deep=deep).run(quick=quick)
     check_origin(plan, graph, mark)
     applied_plan = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
     with watch.of(PREPARE):
