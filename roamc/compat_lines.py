@@ -66,7 +66,9 @@ def _without_export() -> None:
     name = "torch.export._trace"
     if name in sys.modules:
         return
-    module = sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))
+    spec = importlib.util.find_spec(name)
+    assert spec is not None  # torch has it since 2.1
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         with mock.patch.object(torch.export, "_trace", module, create=True):
             symbolic_shapes.uninteresting_files()

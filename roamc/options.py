@@ -10,8 +10,8 @@ from typing import Any
 
 from roamc.budget import Budget, parse_budget, total_bytes
 from roamc.cost import GENERIC, load_profile
-from roamc.cost.gpus import Gpu, gpu_of
 from roamc.errors import OptionError, nearest
+from roamc.gpus import Gpu, gpu_of
 from roamc.solvers.layout import EFFORT
 from roamc.solvers.order import ALGORITHMS
 from roamc.units import Bytes, format_bytes

@@ -86,7 +86,10 @@ def codes_of(values: Iterable[object]) -> tuple[dict[str, machine_code.Code], tu
     """
     codes: dict[str, machine_code.Code] = {}
     for function in values:
-        for arguments, result in function.overloads.items() if isinstance(function, _Function) else ():
+        if not isinstance(function, _Function):
+            continue
+        overloads: dict[Any, Any] = function.overloads
+        for arguments, result in overloads.items():
             code = result._replace(type_annotation="")._reduce()
             codes[machine_code.name_of(function.py_func, arguments)] = code
     return codes, _Function.targetdescr.target_context.codegen().magic_tuple()
@@ -179,7 +182,7 @@ class _Cache(FunctionCache):
             self.flush()  # type: ignore[no-untyped-call]
 
 
-class _Shipped(NullCache):  # type: ignore[misc]
+class _Shipped(NullCache):
     """Reads the machine code that the installation brings along, and what it lacks from numba's cache on disk."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -192,9 +195,10 @@ class _Shipped(NullCache):  # type: ignore[misc]
         try:
             triple, _, features = target_context.codegen().magic_tuple()
             codes = machine_code.shipped(machine_code.FILE, triple, features)
-            code = codes.get(machine_code.name_of(self._function, sigutils.normalize_signature(sig)[0]))
+            arguments, _ = sigutils.normalize_signature(sig)  # type: ignore[no-untyped-call]
+            code = codes.get(machine_code.name_of(self._function, arguments))
             if code is not None:
-                return CompileResult._rebuild(target_context, *pickle.loads(code))
+                return CompileResult._rebuild(target_context, *pickle.loads(code))  # type: ignore[no-untyped-call]
         except (machine_code.Unfit, *UNREADABLE):
             pass
         return self._on_disk().load_overload(sig, target_context)

@@ -86,11 +86,12 @@ def build() -> None:
         Unfit: this machine cannot run what it would compile.
     """
     processor, needed = baseline()
-    check_processor(needed, get_host_cpu_features())
-    numba.config.CPU_NAME, numba.config.CPU_FEATURES = processor, ""
+    check_processor(needed, get_host_cpu_features())  # type: ignore[no-untyped-call]
+    settings: Any = numba.config
+    settings.CPU_NAME, settings.CPU_FEATURES = processor, ""
     FILE.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        numba.config.CACHE_DIR = folder
+        settings.CACHE_DIR = folder
         from roamc.solvers import compiled, warm_up
 
         warm_up.warm_up()

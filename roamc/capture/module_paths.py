@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import fx, nn
 
 from roamc import compat
+from roamc.capture.batch import tensors_in
 from roamc.compat_modules import call_module
 from roamc.graph.origin import OUTPUT, trace_back
 
@@ -79,8 +79,7 @@ def of_backward() -> Iterator[None]:
 
 
 def _name_outputs(result: Any) -> None:
-    tensors = [leaf for leaf in compat.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-    for path, tensor in zip(compat.tensor_paths(result), tensors, strict=True):
+    for path, tensor in tensors_in(result):
         node = compat.node_of(tensor)
         if node is not None:
             node.meta.setdefault(OUTPUT, f"output{path}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from roamc.cost.gpus import GPUS
+from roamc.gpus import GPUS
 
 Target = Annotated[
     str,

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from roamc import decode, files
-from roamc.cost.gpus import GPUS, Gpu
 from roamc.errors import PlanError, ProfileError, nearest
 from roamc.files import measured_folder
+from roamc.gpus import GPUS, Gpu
 from roamc.units import Bytes, Seconds
 
 FORMAT = 1

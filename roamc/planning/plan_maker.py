@@ -14,8 +14,8 @@ import torch
 
 from roamc import budget, cost
 from roamc.cost import utilisation
-from roamc.cost.gpus import Gpu
 from roamc.errors import OptionError
+from roamc.gpus import Gpu
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
 from roamc.graph.in_flight import waiting_bytes

@@ -10,8 +10,8 @@ import torch
 
 from roamc import decode
 from roamc.cost import workspaces
-from roamc.cost.gpus import Gpu, margin
 from roamc.errors import BudgetError
+from roamc.gpus import Gpu, margin
 from roamc.graph import Role, TrainGraph, main_device, placeholders
 from roamc.graph.lifetimes import lifetimes, sizes, timeline
 from roamc.graph.memory import Place, Storage, build_memory, input_bytes
@@ -135,7 +135,7 @@ def plan_of(
 
 
 def margin_of(graph: TrainGraph) -> dict[str, Bytes]:
-    """Return what a process takes beside a plan of ``graph``, by name: on a GPU, see :func:`roamc.cost.gpus.margin`."""
+    """Return what a process takes beside a plan of ``graph``, by name: on a GPU, see :func:`roamc.gpus.margin`."""
     if main_device(graph).type != "cuda":
         return {}
     return margin(sum(input_bytes(graph).values()), len(groups(graph)))

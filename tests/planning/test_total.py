@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roamc.cost.gpus import CONTEXT, GPUS, LIBRARIES
 from roamc.errors import BudgetError, OptionError
 from roamc.frontends.workload import Workload, capture
+from roamc.gpus import CONTEXT, GPUS, LIBRARIES
 from roamc.graph import TrainGraph
 from roamc.options import parse_options
 from roamc.planning import search

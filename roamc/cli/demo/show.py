@@ -10,7 +10,7 @@ from rich.console import Console
 
 from roamc.cli.demo.race import WARM, Result
 from roamc.cli.demo.worker import BUDGET, EAGER, SIDES
-from roamc.report.text import show_rows
+from roamc.report.tables import show_rows
 from roamc.units import format_bytes
 
 

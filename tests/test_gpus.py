@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from roamc.cost import load_profile
-from roamc.cost.gpus import CONTEXT, GPUS, LIBRARIES, NCCL, gpu_of, margin
 from roamc.errors import OptionError
+from roamc.gpus import CONTEXT, GPUS, LIBRARIES, NCCL, gpu_of, margin
 
 SOLD = {  # GB of memory and GB/s, from the vendor's page of each model
     "h100": (80, 3350), "h200": (141, 4800), "b200": (180, 7700), "a100-40": (40, 1555), "a100-80": (80, 2039),
