@@ -81,9 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", help="a program in the place of roamc")
     parser.add_argument("command", nargs="*", help="arguments of roamc")
-    given = parser.parse_args()
+    asked = parser.parse_args()
     roamc = [sys.executable, "-m", "roamc"]
-    named = [[sys.executable, given.python]] if given.python else [[*roamc, *given.command]] if given.command else []
+    named = [[sys.executable, asked.python]] if asked.python else [[*roamc, *asked.command]] if asked.command else []
     for command in named or [[*roamc, *shlex.split(line)] for line in COMMANDS]:
         said = measure(command)
         when = f"{said.longest:6.1f} s silent from {said.at:6.1f} s on, of {said.total:6.1f} s"

@@ -35,7 +35,7 @@ FLOOR = tuple(
             "exchange",
             "files",
         ),
-        *("interruptions", "locks", "ticker", "units", "version"),
+        *("gpus", "interruptions", "locks", "ticker", "units", "version"),
     )
 )
 GROUND = (*FLOOR, "roamc.graph", "roamc.operators")  # what a step is, and what is known of operators
@@ -125,6 +125,7 @@ COMPAT = (
             "groups",
             "hooks",
             "lines",
+            "modules",
             "onednn",
             "operators",
             "repeats",

@@ -50,28 +50,28 @@ def test_batch_of_a_built_in_model() -> None:
 
 
 def test_json_is_what_plan_says_of_both_sizes() -> None:
-    found = json.loads(run("gpt", *SMALL, "--memory-budget", "700kB", "--device", "cuda", "--json").stdout)
-    assert found["what"] == "batch"
-    assert found["too_large"] == found["size"] + 1
-    assert found["fits"]
-    for size, code in ((found["size"], 0), (found["too_large"], 2)):
+    answer = json.loads(run("gpt", *SMALL, "--memory-budget", "700kB", "--device", "cuda", "--json").stdout)
+    assert answer["what"] == "batch"
+    assert answer["too_large"] == answer["size"] + 1
+    assert answer["fits"]
+    for size, code in ((answer["size"], 0), (answer["too_large"], 2)):
         arguments = ["plan", "gpt", *SMALL, "--memory-budget", "700kB", "--device", "cuda", "--batch", str(size)]
         assert CliRunner().invoke(app, arguments).exit_code == code
 
 
 def test_sequence_is_another_size() -> None:
     small = ["--batch", "2", *SMALL[2:]]
-    found = run("gpt", *small, "--memory-budget", "2MB", "--size", "seq", "--largest", "40", "--no-recomputation")
-    first = found.stdout.splitlines()[0]
+    answer = run("gpt", *small, "--memory-budget", "2MB", "--size", "seq", "--largest", "40", "--no-recomputation")
+    first = answer.stdout.splitlines()[0]
     assert first.startswith("gpt: the largest seq that fits is 40; no larger one was tried; nothing is recomputed (")
 
 
 def test_function_of_a_file_is_called_on_the_meta_device(file: str) -> None:
-    found = json.loads(run(f"{file}:make", "--memory-budget", "100kB", "--json").stdout)
+    answer = json.loads(run(f"{file}:make", "--memory-budget", "100kB", "--json").stdout)
     scope: dict[str, Any] = {}
     exec(FILE, scope)
     fit = roamc.max_batch(scope["make"], "100kB")
-    assert (found["size"], found["too_large"]) == (fit.size, fit.too_large)
+    assert (answer["size"], answer["too_large"]) == (fit.size, fit.too_large)
 
 
 def test_mesh_halves_a_model() -> None:

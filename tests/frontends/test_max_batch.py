@@ -151,24 +151,24 @@ def plan_for(make: Any, size: int, budget: int | None) -> roamc.Plan:
 @pytest.mark.parametrize("seed", range(4))
 def test_same_answer_as_every_size_tried(seed: int, recomputation: bool) -> None:
     dice = random.Random(seed)
-    made = made_of([dice.randrange(1, 48) for _ in range(dice.randrange(2, 5))])
+    build = made_of([dice.randrange(1, 48) for _ in range(dice.randrange(2, 5))])
     first = dice.randrange(20, 200)
     last = first + 9
-    needs = plan_for(made, first + dice.randrange(8), None).needed_bytes
+    needs = plan_for(build, first + dice.randrange(8), None).needed_bytes
     budget = needs if recomputation is False else needs * dice.randrange(95, 100) // 100
 
     def fits(size: int) -> bool:
         try:
-            return plan_for(made, size, budget if recomputation else None).needed_bytes <= budget
+            return plan_for(build, size, budget if recomputation else None).needed_bytes <= budget
         except BudgetError:
             return False
 
     sizes = [size for size in range(first, last + 1) if fits(size)]
     if not sizes:
         with pytest.raises(BudgetError, match=f"not even size {first}"):
-            roamc.max_batch(made, budget, smallest=first, largest=last, recomputation=recomputation)
+            roamc.max_batch(build, budget, smallest=first, largest=last, recomputation=recomputation)
         return
-    fit = roamc.max_batch(made, budget, smallest=first, largest=last, recomputation=recomputation)
+    fit = roamc.max_batch(build, budget, smallest=first, largest=last, recomputation=recomputation)
     assert fit.size in sizes
     assert sizes == list(range(first, fit.size + 1)), "smaller sizes than one that fits do not fit: another seed"
     assert fit.too_large == (fit.size + 1 if fit.size < last else None)
