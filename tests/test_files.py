@@ -114,13 +114,14 @@ def test_half_a_profile_is_refused_by_name_and_a_whole_one_takes_its_place(
 
 
 def test_nothing_else_writes_files() -> None:
+    may = ("files.py", "machine_code.py")  # the second writes when an installation is built, where solvers stand for themselves
     writes = re.compile(r"\.write_(?:text|bytes)\(|\bopen\([^)]*[\"'][wx]")
     writers = [
         str(path.relative_to(folder.parent))
         for folder in PACKAGES
         for path in folder.rglob("*.py")
         for line in path.read_text().splitlines()
-        if writes.search(line) and path.name != "files.py" and "files.write_text(" not in line
+        if writes.search(line) and path.name not in may and "files.write_text(" not in line
     ]
     assert writers == []
 

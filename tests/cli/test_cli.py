@@ -111,7 +111,7 @@ def test_python_dash_m_works() -> None:
 
 def test_plan_prints_its_table() -> None:
     result = run("plan", "gpt", *SMALL)
-    assert "plan of gpt" in result.stdout
+    assert result.stdout.startswith("gpt needs ")
     assert "planned in" in result.stdout
     assert result.stderr == ""
 
@@ -151,7 +151,7 @@ def test_optimizer_decides_the_state() -> None:
 def test_several_budgets_without_recomputation_have_no_added_time() -> None:
     budgets = ("--memory-budget", "+2%", "--memory-budget", "100%")
     *_, first, second = run("plan", "gpt", *SMALL, *budgets, "--option", "disable=retain").stdout.splitlines()
-    assert (first.split()[0], first.count("%"), second.split()[0], second.count("%")) == ("+2%", 1, "100%", 1)
+    assert (first.split()[0], first.count(" 0.0%"), second.split()[0], second.count(" 0.0%")) == ("+2%", 1, "100%", 1)
 
 
 def test_compact_takes_settings_beside_those_of_the_model() -> None:
@@ -507,7 +507,7 @@ def test_demo_measures_all_sides() -> None:
         assert plan["bound_bytes"] <= measured[side] < 1.5 * plan["peak_bytes"]
         assert plan["fragmentation"] >= 0
         assert set(plan["seconds"]) >= {"capture", "reorder", "layout", "verify", "emit"}
-    assert data["plans"]["roamc"]["budget_bytes"] == 0
+    assert data["plans"]["roamc"]["budget_bytes"] is None
     assert data["plans"]["roamc, budget"]["needed_bytes"] <= data["plans"]["roamc, budget"]["budget_bytes"]
 
 

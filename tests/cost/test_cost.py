@@ -335,7 +335,7 @@ def test_bad_profile_is_refused(text: str, says: str, tmp_path: Path) -> None:
 
 
 def test_unknown_name_of_a_profile_lists_the_shipped_ones() -> None:
-    with pytest.raises(ProfileError, match=r"neither a file nor a shipped profile \(a100, cpu, h100\)"):
+    with pytest.raises(ProfileError, match=r"neither a file nor a shipped profile \(a100, .*cpu.*\)"):
         load_profile(profile="tpu")
 
 

@@ -50,7 +50,8 @@ def check_plan_without_the_others(rank: int) -> None:
     step(torch.randn(4, 7, 8))
     (taken,) = step.plans
     if shown is not None:
-        assert shown.notes == (*taken.notes, NOTE)
+        assert NOTE in shown.notes
+        assert tuple(note for note in shown.notes if note != NOTE) == taken.notes
         assert shown.decisions == taken.decisions
         assert shown.needed_bytes == taken.needed_bytes
 
@@ -59,8 +60,8 @@ def check_plan_of_a_forward(rank: int) -> None:
     """``roamc.plan`` of forward and backward waits for nobody either, and a replica is planned like any model."""
     if rank == 1:
         plan = roamc.plan(Tiny(), torch.zeros(4, 7, 8), shard="whole", memory_budget="min")
-        assert plan.notes[-1] == NOTE
-        assert roamc.plan(Tiny(), torch.zeros(4, 7, 8)).notes[-1:] != (NOTE,)
+        assert NOTE in plan.notes
+        assert roamc.plan(Tiny(), torch.zeros(4, 7, 8)).notes.count(NOTE) == 0
     dist.barrier()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import roamc
-from roamc.cli import commands, zoo
+from roamc.cli import request, zoo
 from roamc.cli.commands import app
 from roamc.cli.request import Request, stages, workload_of
 from roamc.cli.stages import StagePlan, fullest
@@ -132,7 +132,7 @@ def test_the_command_line_shows_all_stages_and_the_fullest(
     most = fullest(every)
     assert most.total_bytes == max(each.total_bytes for each in every)
     shown = tuple(dataclasses.replace(each, fits=fits or each is most) for each in every)
-    monkeypatch.setattr(commands, "stages", lambda request, say: shown)
+    monkeypatch.setattr(request, "stages", lambda asked, say: shown)
     result = CliRunner().invoke(app, ["plan", "gpt", *words(), "--mesh", "pp=3", "--stage", "all"])
     assert result.exit_code == (0 if fits else 2), result.output
     (line,) = [line for line in result.output.splitlines() if "fullest" in line]

@@ -171,7 +171,7 @@ def test_text_is_plain_where_it_is_no_terminal(explanation: Explanation) -> None
 def test_text_has_every_section(explanation: Explanation) -> None:
     written = shown(explanation)
     for section in (
-        "plan of gpt",
+        "gpt needs ",
         "peak of gpt",
         "peak of eager",
         "without an out=",
