@@ -114,7 +114,7 @@ def test_half_a_profile_is_refused_by_name_and_a_whole_one_takes_its_place(
 
 
 def test_nothing_else_writes_files() -> None:
-    may = ("files.py", "machine_code.py")  # the second writes when an installation is built, where solvers stand for themselves
+    may = ("files.py", "machine_code.py")  # the second while an installation is built, and solvers import solvers only
     writes = re.compile(r"\.write_(?:text|bytes)\(|\bopen\([^)]*[\"'][wx]")
     writers = [
         str(path.relative_to(folder.parent))
