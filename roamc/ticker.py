@@ -127,11 +127,12 @@ def _tick(of: weakref.ref[Ticker], ended: threading.Event) -> None:
 
 def _compiling() -> str:
     """What to say while the solvers are compiled, in whatever stage; empty where they are not."""
-    solvers = sys.modules.get("roamc.solvers.compiled")  # a ticker runs before they are imported, too
-    since = None if solvers is None else solvers.compiling.since
-    if since is None:
+    # A ticker runs before they are imported, and while they are.
+    compiling = getattr(sys.modules.get("roamc.solvers.compiled"), "compiling", None)
+    since = None if compiling is None else compiling.since
+    if compiling is None or since is None:
         return ""
-    spent = solvers.compiling.seconds + time.monotonic() - since  # type: ignore[union-attr]
+    spent = compiling.seconds + time.monotonic() - since
     return f"compiling the solvers, once per installation: `roamc warm-up` does it beforehand ({spent:.0f} s so far)"
 
 
