@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 
@@ -19,7 +18,7 @@ def main() -> None:
         [sys.executable, "-c", program, *COMMAND.split()[1:]], capture_output=True, text=True, check=True,
         env={**os.environ, "COLUMNS": "400"},
     )  # fmt: skip
-    lines = [re.sub(r"  capture .*", "", line).rstrip() for line in done.stdout.splitlines() if line.strip()]
+    lines = [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
     print(*lines, sep="\n")
     save("example", [{"model": "gpt2", "command": COMMAND, "lines": lines}], f"one run on {machine()['cores']} cores")
 
