@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from roamc.frontends.train_step import TrainStep
     from roamc.graph.keep import keep
     from roamc.options import Options
-    from roamc.planning.plan import Plan
+    from roamc.planning.plan import Plan, load_plan
 
 progress = True
 """Whether planning that takes longer than two seconds says so on stderr. False, or ROAMC_PROGRESS=0, silences it."""
@@ -56,6 +56,7 @@ __all__ = [
     "VerifyError",
     "__version__",
     "keep",
+    "load_plan",
     "max_batch",
     "optim",
     "optimize",
@@ -70,6 +71,7 @@ _MODULES = {
     "Plan": "roamc.planning.plan",
     "TrainStep": "roamc.frontends.train_step",
     "keep": "roamc.graph.keep",
+    "load_plan": "roamc.planning.plan",
     "max_batch": "roamc.frontends.max_batch",
     "optim": "roamc.optim",
     **dict.fromkeys(("optimize", "plan", "plans", "train_step"), "roamc.frontends.optimize"),

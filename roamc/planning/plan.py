@@ -7,6 +7,7 @@ every ``apply`` and every check. Reading a plan executes nothing.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -164,25 +165,23 @@ class Plan:
         return json.dumps(self.to_dict(seconds=seconds), indent=1, sort_keys=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file as JSON, for :func:`load_plan` and the option ``plan``.
+        """Write the plan to a file as JSON, with a checksum, for :func:`load_plan` and the option ``plan``.
 
         Raises:
             OSError: the file cannot be written.
         """
-        files.write_text(Path(path), self.to_json() + "\n")
+        data = self.to_dict()
+        sealed = {**data, CHECKSUM: _checksum(data)}
+        files.write_text(Path(path), json.dumps(sealed, indent=1, sort_keys=True) + "\n")
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """Read a plan from JSON text; nothing is executed, and the plan is not compared with any graph.
 
         Raises:
-            PlanError: the text is not a plan of this format; says what is wrong.
+            PlanError: the text is not a plan of this format, or was changed behind its checksum; says what is wrong.
         """
-        try:
-            data = json.loads(text, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"not a plan: {error}") from None
-        return _from_dict(data)
+        return _from_text(text)[0]
 
     def with_light_reruns(self) -> Plan:
         """Return the same plan, with which pass retain raises PlanError if an operator runs again that is not light."""
@@ -269,13 +268,22 @@ class Plan:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan from a file; nothing is executed, and the plan is not compared with any graph.
+    """Read a plan from a file that :meth:`Plan.save` or ``--save`` has written.
+
+    Nothing is executed, and the plan is not compared with any graph. ``train_step(..., plan=path)``, ``optimize`` and
+    ``torch.compile`` apply it, and count again what it says of a step.
+
+    Args:
+        path: of the file.
 
     Raises:
-        PlanError: the file cannot be read, or is not a plan; names it.
+        PlanError: the file cannot be read, is not a plan, or was changed after it was saved; names it.
     """
     try:
-        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        plan, sealed = _from_text(Path(path).read_text(encoding="utf-8"))
+        if not sealed:
+            raise PlanError("it has no checksum, so it was not saved by plan.save or --save: plan again")
+        return plan
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
         raise PlanError(f"{os.fspath(path)}: {str(reason).lower()}") from None
@@ -337,6 +345,33 @@ MOST_THREADS = 2**16
 
 LARGEST = 2**63 - 1
 """Of any number of a plan: nothing has more bytes, steps or seconds."""
+
+
+CHECKSUM = "checksum"
+"""Field of a plan file that no plan has: a hash of the others. It shows what was changed by hand, by a merge or by a
+disk. Who writes a checksum anew can still lie: such a plan is judged by :mod:`roamc.planning.plan_check` alone."""
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    """Return the hash of a plan as plain data, whatever the spaces and the sequence of its fields in a file."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _from_text(text: str) -> tuple[Plan, bool]:
+    """Read a plan from JSON text, and say whether it has a checksum, which is then the right one.
+
+    Raises:
+        PlanError: as :meth:`Plan.from_json`.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_once)
+        sealed = isinstance(data, dict) and CHECKSUM in data
+        changed = sealed and data.pop(CHECKSUM) != _checksum(data)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"not a plan: {error}") from None
+    if changed:
+        raise PlanError("it was changed after it was saved, as its checksum shows: plan again")
+    return _from_dict(data), sealed
 
 
 def _from_dict(data: Any) -> Plan:

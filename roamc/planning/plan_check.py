@@ -2,8 +2,9 @@
 
 What a plan does is checked where it is applied; here, whether the user's options allow its last bits. Its numbers are
 what budgets are compared with and users are shown. Nothing here can tell that no order is below a plan's
-``bound_bytes`` and no choice of reruns below ``bound_seconds`` or ``least_bytes``, which takes a search, nor that
-seconds are those of a profile.
+``bound_bytes`` and no choice of reruns below ``bound_seconds`` or ``least_bytes``, which takes a search, nor what was
+asked for, how it was searched, and that seconds are those of a profile: the checksum of a plan file holds these
+together, see :data:`roamc.planning.plan.CHECKSUM`.
 """
 
 from __future__ import annotations
@@ -244,6 +245,8 @@ def _check_overlap(overlapped: Mapping[str, Any] | None, graph: TrainGraph) -> N
     if overlapped["peak_bytes"] != peak:
         _refuse(overlap.NAME, "peak_bytes", overlapped["peak_bytes"], peak)
     seconds = [overlapped[name] for name in ("bound_seconds", "exposed_seconds", "link_seconds")]
+    if not overlapped["collectives"] and seconds[-1]:
+        _refuse(overlap.NAME, "link_seconds", seconds[-1], 0.0)
     for name, less, more in zip(("bound_seconds", "exposed_seconds"), seconds, seconds[1:], strict=False):
         if less > more * (1 + ROUNDING):
             raise PlanError(f"{overlap.NAME}: the plan has {name} {less}, above {more}: plan again")

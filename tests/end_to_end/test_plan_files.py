@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import roamc
 from roamc.errors import PlanError
-from roamc.planning.plan import Plan, load_plan
+from roamc.planning.plan import Plan
 
 BUDGET = "70%"
 
@@ -51,7 +51,7 @@ def test_a_saved_plan_is_applied(way, tmp_path: Path) -> None:  # type: ignore[n
     first, second = _net(), _net()
     planned, loss = way(first, x, memory_budget=BUDGET)
     planned[0].save(path)
-    assert load_plan(path) == planned[0]
+    assert roamc.load_plan(path) == planned[0]
     torch.compiler.reset()
     applied, again = way(second, x, memory_budget=BUDGET, plan=path)
     assert applied[0] == planned[0]
@@ -70,15 +70,21 @@ def test_another_graph_is_planned_anew_with_a_note(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_plans_are_refused(tmp_path: Path) -> None:
-    missing, damaged, lying = (tmp_path / name for name in ("missing.json", "damaged.json", "lying.json"))
+    missing, damaged, lying, changed, bare = (
+        tmp_path / f"{name}.json" for name in ("missing", "damaged", "lying", "changed", "bare")
+    )
     damaged.write_text("{")
     model = _net()
     step = roamc.train_step(model, _loss, torch.optim.AdamW(model.parameters()))
     step(torch.randn(32, 16))
     data = json.loads(step.plans[0].to_json())
-    lying.write_text(json.dumps({**data, "peak_bytes": data["peak_bytes"] - 1}))
+    lies = {**data, "peak_bytes": data["peak_bytes"] - 1}
+    Plan.from_json(json.dumps(lies)).save(lying)
+    changed.write_text(lying.read_text().replace(str(lies["peak_bytes"]), str(data["peak_bytes"])))
+    bare.write_text(json.dumps(data))
     for path, message in (
         (missing, "missing.json: no such file"), (damaged, "damaged.json: not a plan"), (lying, "peak_bytes"),
+        (changed, "changed.json: it was changed after it was saved"), (bare, "bare.json: it has no checksum"),
     ):  # fmt: skip
         other = roamc.train_step(model, _loss, torch.optim.AdamW(model.parameters()), plan=str(path))
         with pytest.raises(PlanError, match=message):
