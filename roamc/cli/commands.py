@@ -27,7 +27,7 @@ from roamc.budget import parse_budget
 from roamc.cli.asked import Asked, Request, asking
 from roamc.errors import BudgetError, OptionError, RoamcError, nearest
 from roamc.report.progress import Stages
-from roamc.report.tables import BY, console, show_rows
+from roamc.report.tables import BY, console, say, show_rows
 from roamc.units import parse_bytes
 from roamc.version import __version__
 
@@ -233,7 +233,7 @@ def largest_size(
             more = {"what": size, "added_share": fit.added_share, "fits": True, "plan": fit.plan.to_dict(seconds=True)}
             _print_json({**dataclasses.asdict(fit), **more})
         else:
-            typer.echo(_in_words(fit, size, recomputation))
+            say(console(), _in_words(fit, size, recomputation))
             show_plan(console(), fit.plan)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -15,11 +15,14 @@ from roamc.report.frontier import Point
 from roamc.report.fused import Grouped
 from roamc.report.kernels import KernelReport
 from roamc.report.projected import WAITS
-from roamc.report.tables import show_rows
+from roamc.report.tables import say, show_rows
 from roamc.units import Bytes, Seconds, format_bytes, format_parts
 
 BAR = 20
 """Characters of the longest bar."""
+
+REMARKS, NOTES = 29, 4
+"""Spaces in front of what follows on the next line: of a row of the plan's table, and of other lines."""
 
 STAGES = (
     "capture",
@@ -69,10 +72,11 @@ class Listed:
 
 def show_plan(out: Console, plan: Plan, *, debug: bool = False) -> None:
     """Print the table of ``plan`` to ``out``, and the seconds that planning took; of each stage with ``debug``."""
-    out.print(str(plan), markup=False, soft_wrap=True)
-    stages = f"  {stage_times(plan.seconds)}" if debug else ""
-    seconds = _seconds(sum(plan.seconds.values()))
-    out.print(f"  {'planned in':<13}{seconds:>12}{stages}", markup=False, soft_wrap=True)
+    for line in str(plan).splitlines():
+        say(out, line, REMARKS if line.startswith("  ") and not line.startswith("  note:") else NOTES)
+    if plan.seconds:
+        stages = f"  {stage_times(plan.seconds)}" if debug else ""
+        say(out, f"  {'planned in':<13}{_seconds(sum(plan.seconds.values())):>12}{stages}", REMARKS)
 
 
 def show_explanation(out: Console, report: Explanation, top: int, by: str | None = None) -> None:
@@ -88,7 +92,7 @@ def show_explanation(out: Console, report: Explanation, top: int, by: str | None
     _show_curve(out, report)
     one = ", one micro-batch" if report.plan.in_flight > 1 else ""
     kept = "same graph, program order, gradients kept to the end"
-    _show_peak(out, f"peak of {report.plan.name} as planned{one}", report.planned, top, by)
+    _show_peak(out, f"peak of {report.plan.name} as planned{one}", report.planned, top, by, report.plan.peak_bytes)
     _show_peak(out, f"peak of eager PyTorch: {kept}{one}", report.eager, top, by)
     for listed in tables(report):
         _show_listed(out, listed, top)
@@ -121,7 +125,13 @@ def show_kernels(out: Console, reports: Sequence[KernelReport]) -> None:
             sizes = format_bytes(each.shared_bytes), format_bytes(each.spilled_bytes)
             group = kernel.source, kernel.operators, str(kernel.count)
             rows.append((*group, each.target, str(each.registers), *sizes))
-    show_rows(out, ("line", "operators", "groups", "for", "registers", "shared", "spilled"), rows, right=(2, 4, 5, 6))
+    show_rows(
+        out,
+        ("line", "operators", "groups", "for", "registers", "shared", "spilled"),
+        rows,
+        (2, 4, 5, 6),
+        ("groups", "shared"),
+    )
 
 
 def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
@@ -136,7 +146,7 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
     first = points[0].plan
     eager, all_of_them = first.baseline_needed_bytes, f", {first.in_flight} micro-batches in flight"
     more = all_of_them if first.in_flight > 1 else ""
-    out.print(f"plans of {name}, where eager needs {format_bytes(eager)}{more}", markup=False, soft_wrap=True)
+    say(out, f"plans of {name}, where eager needs {format_bytes(eager)}{more}")
     rows = [
         (
             str(point.budget) if isinstance(point.budget, str) else format_bytes(point.budget),
@@ -150,7 +160,7 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
         for point in points
     ]
     headings = ("budget", "needs", "of eager's", "added time", "lower bound", "recomputed", "")
-    show_rows(out, headings, rows, right=(0, 1, 2, 3, 4, 5))
+    show_rows(out, headings, rows, (0, 1, 2, 3, 4, 5), ("of eager's", "recomputed", "lower bound"))
 
 
 def stage_times(seconds: Mapping[str, Seconds]) -> str:
@@ -204,7 +214,7 @@ def short(operator: str) -> str:
 
 def _heading(out: Console, text: str) -> None:
     out.print()
-    out.print(text, style="bold", markup=False, soft_wrap=True)
+    say(out, text, style="bold")
 
 
 def _seconds(value: Seconds) -> str:
@@ -216,7 +226,8 @@ def _show_curve(out: Console, report: Explanation) -> None:
         return
     _heading(out, "memory against time: plans for other budgets, and the lower bound on their added time")
     headings = ("needs", "of eager's", "added time", "lower bound", f"{'#' * 3} bound, {'-' * 3} added", "")
-    show_rows(out, headings, curve_rows(report.curve, report.plan.baseline_needed_bytes), right=(0, 1, 2, 3))
+    rows = curve_rows(report.curve, report.plan.baseline_needed_bytes)
+    show_rows(out, headings, rows, (0, 1, 2, 3), ("of eager's", "lower bound"))
 
 
 def curve_rows(curve: Curve, eager: Bytes) -> list[tuple[str, ...]]:
@@ -242,14 +253,17 @@ def curve_rows(curve: Curve, eager: Bytes) -> list[tuple[str, ...]]:
     return [row(spot) for spot in spots]
 
 
-def _show_peak(out: Console, title: str, peak: Peak, top: int, by: str | None) -> None:
+def _show_peak(out: Console, title: str, peak: Peak, top: int, by: str | None, whole: Bytes = 0) -> None:
+    """Print a peak; ``whole`` is that of the plan, which counts more than what lives, and 0 for eager's."""
     _heading(out, title)
     at = "".join(f" {word} {text}" for word, text in (("at", peak.source), ("in", peak.module)) if text)
-    out.print(f"  {format_bytes(peak.live_bytes)} live at step {peak.step + 1} of {peak.steps}", markup=False)
-    out.print(f"  step       {peak.name} ({short(peak.operator)}), {peak.phase}{at}", markup=False, soft_wrap=True)
-    out.print(f"  by kind    {format_parts(peak.by_kind)}", markup=False, soft_wrap=True)
-    out.print(f"  created in {format_parts(peak.by_phase)}", markup=False, soft_wrap=True)
-    out.print(f"  peak in    {format_parts(peak.phase_peaks)}", markup=False, soft_wrap=True)
+    counts = f"; the peak of {format_bytes(whole)} counts the whole arena, used or not, and what lies outside it"
+    more = counts if whole not in (0, peak.live_bytes) else ""
+    say(out, f"  {format_bytes(peak.live_bytes)} live at step {peak.step + 1} of {peak.steps}{more}", NOTES)
+    say(out, f"  step       {peak.name} ({short(peak.operator)}), {peak.phase}{at}", 13)
+    say(out, f"  by kind    {format_parts(peak.by_kind)}", 13)
+    say(out, f"  created in {format_parts(peak.by_phase)}", 13)
+    say(out, f"  peak in    {format_parts(peak.phase_peaks)}", 13)
     out.print()
     _show_groups(out, peak, top, by or by_default(peak))
     out.print()
@@ -276,7 +290,7 @@ def _made_by(group: Group, by: str) -> tuple[str, ...]:
 
 def _show_groups(out: Console, peak: Peak, top: int, by: str) -> None:
     headings, rows = group_rows(peak, by)
-    show_rows(out, headings, rows[:top], right=(0, 1, 2))
+    show_rows(out, headings, rows[:top], (0, 1, 2), ("share", "storages", "operator"))
     _show_rest(out, [group.nbytes for group in groups(peak, by)[top:]])
 
 
@@ -296,21 +310,8 @@ def _show_storages(out: Console, peak: Peak, top: int) -> None:
         for s in peak.storages[:top]
     ]
     headings = ("bytes", "largest storages", "kind", "place", "operator", "phase", "steps", "line", "module")
-    _show_columns(out, headings, rows, (0,), ("place", "phase", "line", "operator", "steps"))
+    show_rows(out, headings, rows, (0,), ("place", "phase", "line", "operator", "steps", "kind"))
     _show_rest(out, [s.nbytes for s in peak.storages[top:]])
-
-
-def _show_columns(
-    out: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int], spare: Iterable[str]
-) -> None:
-    """Print a table without the columns that are empty, and without those of ``spare`` for which there is no room."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    left = [at for at in range(len(headings)) if not rows or any(row[at] for row in rows)]
-    for heading in spare:
-        if sum(widths[at] + 2 for at in left) - 2 > out.width:
-            left = [at for at in left if headings[at] != heading]
-    aligned = [left.index(at) for at in right if at in left]
-    show_rows(out, [headings[at] for at in left], ([row[at] for at in left] for row in rows), right=aligned)
 
 
 def _show_rest(out: Console, sizes: list[Bytes]) -> None:
@@ -381,7 +382,7 @@ def _projected(report: Explanation) -> Listed:
 
 def _show_listed(out: Console, listed: Listed, top: int) -> None:
     _heading(out, listed.title)
-    _show_columns(out, listed.headings, listed.rows[:top], listed.right, ("line", "operator", "runs", "bits"))
+    show_rows(out, listed.headings, listed.rows[:top], listed.right, ("line", "operator", "runs", "bits"))
     _show_rest(out, list(listed.sizes[top:]))
 
 
@@ -401,7 +402,7 @@ def _show_grouped(out: Console, grouped: tuple[Grouped, ...], top: int) -> None:
         for g in grouped[:top]
     ]
     headings = ("groups", "bytes inside", "recomputed inside", "operators", "line", "module")
-    _show_columns(out, headings, rows, (0, 1, 2), ("line", "recomputed inside"))
+    show_rows(out, headings, rows, (0, 1, 2), ("line", "recomputed inside"))
 
 
 def _show_allocating(out: Console, allocating: tuple[Allocating, ...], top: int) -> None:

@@ -21,7 +21,8 @@ from roamc.graph.origin import folded, path_of
 from roamc.options import Options
 from roamc.planning import search
 from roamc.report import text
-from roamc.report.explain import BY, Peak, explain, find_peak, groups, lives_of
+from roamc.report.explain import Peak, explain, find_peak, groups, lives_of
+from roamc.report.tables import BY
 from tests.graphs import captured_step
 from tests.models import make
 from tests.report.models import UNet, mean_square

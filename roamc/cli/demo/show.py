@@ -10,17 +10,17 @@ from rich.console import Console
 
 from roamc.cli.demo.race import WARM, Result
 from roamc.cli.demo.worker import BUDGET, EAGER, SIDES
-from roamc.report.tables import show_rows
+from roamc.report.tables import say, show_rows
 from roamc.units import format_bytes
 
 
 def show(out: Console, result: Result) -> None:
     """Print ``result`` to ``out``: losses side by side, then memory, then time, then what to try next."""
     task = result.task
-    out.print(
+    say(
+        out,
         f"GPT of {result.parameters / 1e6:.1f} M parameters, batch {task.batch} of {task.seq} bytes, "
         f"dropout {task.dropout}, AdamW, {task.steps} steps, {result.threads} threads",
-        soft_wrap=True,
     )
     out.print()
     _show_losses(out, result)
@@ -65,11 +65,11 @@ def _show_memory(out: Console, result: Result) -> None:
         ("arena", *planned("arena_bytes")),
     ]
     show_rows(out, ("memory of a step", *_headings(result)), rows, right=(1, 2, 3))
-    out.print(
+    say(
+        out,
         "above parameters, optimizer state and batch; measured includes workspace inside operators. Lower bound: of "
         "live bytes, for what the plan recomputes, in any order",
         style="dim",
-        soft_wrap=True,
     )
 
 
