@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -197,3 +199,11 @@ def test_time_of_compiling_counts_once() -> None:
         assert watch.since is not None
     assert watch.since is None
     assert 0.05 <= watch.seconds < 5
+
+
+def test_it_goes_on_while_the_solvers_are_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "roamc.solvers.compiled", types.ModuleType("roamc.solvers.compiled"))
+    said: list[str] = []
+    with ticker.Ticker("building gpt", said.append) as running:
+        running.tick()
+    assert said == ["building gpt"]
