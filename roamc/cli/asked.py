@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,9 +16,9 @@ from roamc.gpus import GPUS
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="NAME|FILE.py:FUNCTION|CONFIG",
+        metavar="NAME|FILE.py:FUNCTION|CONFIG|PLAN.json",
         help="A built-in model (see roamc models), a function that returns (model, inputs[, loss_fn[, optimizer]]), or "
-        "a transformers configuration: a folder with config.json, or a .json file.",
+        "a transformers configuration: a folder with config.json, or a .json file; or the file of a saved plan.",
     ),
 ]
 Batch = Annotated[int | None, typer.Option("--batch", help="Batch size.")]
@@ -191,11 +192,13 @@ class Asked:
         request: without a budget and a stage.
         budgets: each ``--memory-budget``.
         stage: the text of ``--stage``; None if it is left out.
+        given: what stands on the command line, by the name of its parameter: the option, such as ``--batch``.
     """
 
     request: Request
     budgets: tuple[str, ...]
     stage: str | None
+    given: Mapping[str, str] = field(default_factory=dict)
 
 
 def _asked(
@@ -230,11 +233,18 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
     shared = inspect.signature(_asked, eval_str=True).parameters
     own = inspect.signature(command, eval_str=True)
     _, *others = own.parameters.values()
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
     @functools.wraps(command)
-    def run(**arguments: Any) -> None:
+    def run(context: typer.Context, **arguments: Any) -> None:
         asked = _asked(**{name: arguments.pop(name) for name in shared})
-        command(asked, **arguments)
+        command(dataclasses.replace(asked, given=_given(context)), **arguments)
 
-    run.__signature__ = own.replace(parameters=[*shared.values(), *others])  # type: ignore[attr-defined]
+    run.__signature__ = own.replace(parameters=[*shared.values(), *others, context])  # type: ignore[attr-defined]
     return run
+
+
+def _given(context: typer.Context) -> dict[str, str]:
+    sources = {each.name: context.get_parameter_source(each.name or "") for each in context.command.params}
+    written = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    return {each.name or "": each.opts[0] for each in context.command.params if each.name in written}

@@ -25,6 +25,7 @@ from typer.core import TyperGroup
 import roamc
 from roamc.budget import parse_budget
 from roamc.cli.asked import Asked, Request, asking
+from roamc.cli.saved import saved_plan
 from roamc.errors import BudgetError, OptionError, RoamcError, nearest
 from roamc.report.progress import Stages
 from roamc.report.tables import BY, console, say, show_rows
@@ -72,6 +73,7 @@ ALL = "all"
 """What ``--stage`` takes beside a number."""
 
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of text.")]
+Save = Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Write the plan to a file.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -92,14 +94,17 @@ def start(
 @asking
 def plan(
     asked: Asked, as_json: Json = False, debug: Debug = False,
-    save: Annotated[Path | None, typer.Option("--save", metavar="PATH", help="Write the plan to a file.")] = None,
+    save: Save = None,
 ) -> None:  # fmt: skip
     """Plan a training step and print its peak memory. Allocates no weights and runs nothing.
 
-    Example: roamc plan gpt2-xl --batch 4 --memory-budget 40GiB
+    The file of a saved plan is told again. Example: roamc plan gpt2-xl --batch 4 --memory-budget 40GiB
     """
     budgets = asked.budgets
     with _reported(debug, as_json):
+        if (saved := saved_plan(asked)) is not None:
+            _tell(saved, asked.request.target, as_json)
+            return
         number = None if asked.stage == ALL else _stage_number(asked.stage, f", or {ALL}")
         budget = budgets[0] if len(budgets) == 1 else None
         request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
@@ -152,12 +157,16 @@ def explain(
                      "for a graph without modules."),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Number of rows per list.")] = 10,
+    save: Save = None,
 ) -> None:  # fmt: skip
     """Explain a plan: what is live at the peak, what is recomputed or fused, by module and line.
 
-    Example: roamc explain gpt --batch 8 --top 20
+    Of a saved plan, its decisions. Example: roamc explain gpt --batch 8 --top 20
     """
     with _reported(debug, as_json):
+        if (saved := saved_plan(asked)) is not None:
+            _tell(saved, asked.request.target, as_json, top)
+            return
         if source and graph:
             raise OptionError("--source and --graph print one text each: give one of them")
         if kernels and (source or graph):
@@ -167,8 +176,9 @@ def explain(
         budget, number = _only(asked.budgets), _stage_number(asked.stage)
         request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
         traced = not (source or graph) if curve is None else curve
-        if graphml is not None:
-            _check_writable(graphml)
+        for path in (graphml, save):
+            if path is not None:
+                _check_writable(path)
         if kernels:
             _check_kernels(request.device)
         report = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
@@ -177,6 +187,8 @@ def explain(
 
         if graphml is not None:
             write_graphml(report.graph, graphml)
+        if save is not None:
+            report.plan.save(save)
         compiled = _kernels(report) if kernels else None
         if as_json:
             more: dict[str, Any] = {"graph": printed(report.graph)} if graph else {}
@@ -187,7 +199,7 @@ def explain(
             text.show_explanation(console(), report, top, by)
             if compiled is not None:
                 text.show_kernels(console(), compiled)
-            for content, path in (("picture", html), ("graph", graphml)):
+            for content, path in (("picture", html), ("graph", graphml), ("plan", save)):
                 if path is not None:
                     typer.echo(f"\nthe {content} is in {path}")
         elif source:
@@ -378,6 +390,19 @@ def demo(
 def main() -> None:
     """Run the command line on ``sys.argv`` and end the process with its exit code."""
     app(prog_name="roamc")
+
+
+def _tell(plan: Plan, file: str, as_json: bool, top: int | None = None) -> None:
+    """Print a saved plan as it is written, and its decisions if ``top`` says how many rows a list has at most."""
+    from roamc.report.saved import origin, show_decisions, show_saved
+
+    if as_json:
+        _print_json({**_told(plan), "origin": origin(plan, file)})
+    else:
+        show_saved(console(), plan, file)
+        if top is not None:
+            show_decisions(console(), plan, top)
+    _check_fits(plan)
 
 
 def _in_words(fit: Fit, size: str, recomputation: bool) -> str:

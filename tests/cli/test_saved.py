@@ -1,0 +1,81 @@
+"""Saved plans on the command line: written by both commands, told again without their models, told apart by content."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import roamc
+from roamc.cli.commands import app
+
+SMALL = ("--batch", "2", "--seq", "16", "--layers", "1", "--width", "32", "--heads", "4", "--vocab", "64")
+
+
+def run(*words: str, code: int = 0, columns: int = 160) -> str:
+    result = CliRunner().invoke(app, words, env={"COLUMNS": str(columns)})
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.stderr
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    shown = run("explain", "gpt", *SMALL, "--memory-budget", "min", "--no-curve", "--save", str(path))
+    assert f"the plan is in {path}" in shown
+    return path
+
+
+def test_explain_saves_what_plan_saves(saved: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    run("plan", "gpt", *SMALL, "--memory-budget", "min", "--save", str(other))
+    assert saved.read_text() == other.read_text()
+
+
+@pytest.mark.parametrize("columns", [60, 160])
+def test_a_saved_plan_is_told_again(saved: Path, columns: int) -> None:
+    plan = roamc.load_plan(saved)
+    shown, explained = (run(command, str(saved), columns=columns) for command in ("plan", "explain"))
+    joined = " ".join(shown.split())
+    assert joined.startswith(" ".join(str(plan).split()))
+    assert f"as written in {saved}, made with roamc {plan.versions['roamc']} and torch" in joined
+    assert explained.startswith(shown)
+    assert "operators recomputed" in joined
+    for part in ("decisions", "recomputed to fit the budget", "layout"):
+        assert f"\n{part}\n" in explained
+    for name in plan.decisions:
+        assert f"\n{name} " in explained
+    if columns == 60:
+        assert max(len(line) for line in explained.splitlines() if str(saved) not in line) <= 60
+
+
+def test_its_json_says_where_it_is_from(saved: Path) -> None:
+    data = json.loads(run("plan", str(saved), "--json"))
+    assert data["needed_bytes"] == roamc.load_plan(saved).needed_bytes
+    assert str(saved) in data["origin"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("plan", "--batch", "3"), "--batch"),
+        (("plan", "--memory-budget", "1GB"), "--memory-budget"),
+        (("explain", "--graph"), "--graph"),
+        (("explain", "--no-curve"), "--curve"),
+        (("explain", "--by", "line"), "--by"),
+        (("explain", "--save", "again.json"), "--save"),
+    ],
+)
+def test_options_that_need_the_graph_are_refused(saved: Path, words: tuple[str, ...], option: str) -> None:
+    error = run(words[0], str(saved), *words[1:], code=1)
+    assert error == f"error: {saved} is a saved plan without its model and graph, which {option} needs\n"
+
+
+def test_other_files_are_told_apart(saved: Path, tmp_path: Path) -> None:
+    changed, config = tmp_path / "changed.json", tmp_path / "config.json"
+    changed.write_text(saved.read_text().replace('"status": "', '"status": "x'))
+    config.write_text(json.dumps({"hidden_size": 4, "format": 12}))
+    assert f"{changed}: it was changed after it was saved" in run("explain", str(changed), code=1)
+    assert f"{config} is no configuration of a transformers model" in run("plan", str(config), code=1)
