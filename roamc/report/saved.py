@@ -15,8 +15,8 @@ from roamc.units import format_bytes, format_seconds
 
 def origin(plan: Plan, file: str) -> str:
     """Return a sentence on what speaks for the numbers of ``plan``, which was read from ``file``."""
-    made = " and ".join(f"{name} {version}" for name, version in sorted(plan.versions.items()))
-    return f"as written in {file}, made with {made}; nothing was counted again without the graph"
+    versions = " and ".join(f"{name} {version}" for name, version in sorted(plan.versions.items()))
+    return f"as written in {file}, made with {versions}; nothing was counted again without the graph"
 
 
 def show_saved(out: Console, plan: Plan, file: str) -> None:

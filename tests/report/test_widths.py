@@ -60,8 +60,8 @@ def test_lines_fit_and_words_are_whole(
     for show in shows:
         lines, whole = on(width, terminal, show), on(ENDLESS, terminal, show)
         assert max(map(len, lines)) <= width
-        known = {word for line in whole for word in line.split()}
-        assert {word for line in lines for word in line.split() if set(word) != {"─"}} <= known
+        words = {word for line in whole for word in line.split()}
+        assert {word for line in lines for word in line.split() if set(word) != {"─"}} <= words
         for unit in ("MB", "kB", "ms"):
             assert not any(line.split()[:1] == [unit] for line in lines), "a number is parted from its unit"
 
@@ -96,9 +96,9 @@ def test_the_two_peaks_are_one_number_or_both_are_explained(explained: Explanati
 @pytest.mark.parametrize("width", WIDTHS)
 def test_models_fit(width: int) -> None:
     lines = CliRunner().invoke(app, ["models"], env={"COLUMNS": str(width)}).stdout.splitlines()
-    known = set(CliRunner().invoke(app, ["models"], env={"COLUMNS": str(ENDLESS)}).stdout.split())
+    words = set(CliRunner().invoke(app, ["models"], env={"COLUMNS": str(ENDLESS)}).stdout.split())
     assert max(len(line.rstrip()) for line in lines) <= width
-    assert {word for line in lines for word in line.split()} == known
+    assert {word for line in lines for word in line.split()} == words
 
 
 @pytest.mark.parametrize("width", [60, 80])
