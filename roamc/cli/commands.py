@@ -1,7 +1,7 @@
 """The command line: ``roamc plan``, ``explain``, ``max-batch``, ``layout``, ``calibrate``, ``models`` and ``demo``.
 
 Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-budget``, or the
-layout ``--capacity``.
+layout ``--capacity``, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -40,6 +41,9 @@ if TYPE_CHECKING:  # each command imports what it runs: help and errors of usage
 
 ERROR, DOES_NOT_FIT = 1, 2
 
+READER_GONE = 128 + signal.SIGPIPE
+"""The exit code where nobody reads stdout any more, as behind ``| head -1``: that of a process that SIGPIPE ends."""
+
 _FILE_ERRORS: dict[type[OSError], str] = {
     FileNotFoundError: "no such file",
     IsADirectoryError: "this is a folder",
@@ -52,7 +56,10 @@ class _DoesNotFit(SystemExit):
 
 
 class _Commands(TyperGroup):
-    """Ends the process with code 1 where typer ends with 2, at an unknown command or option: 2 has its own meaning."""
+    """Ends the process with code 1 where typer ends with 2, at an unknown command or option: 2 has its own meaning.
+
+    Where nobody reads the output, typer and rich end with 1 as for an error; here it is :data:`READER_GONE`.
+    """
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run the command line."""
@@ -61,6 +68,8 @@ class _Commands(TyperGroup):
         except _DoesNotFit:
             raise
         except SystemExit as end:
+            if isinstance(end.__context__, BrokenPipeError):
+                raise SystemExit(READER_GONE) from None
             raise SystemExit(ERROR if end.code == DOES_NOT_FIT else end.code) from None
 
 
