@@ -85,7 +85,7 @@ class ProfileError(RoamcError, ValueError):
 
 
 class BackwardTwiceError(RoamcError, RuntimeError):
-    """Backward was called a second time, but the first call has freed the saved tensors."""
+    """Backward has run: a first call has freed the saved tensors, or a train step has updated the parameters."""
 
 
 class UnfinishedError(RoamcError, RuntimeError):

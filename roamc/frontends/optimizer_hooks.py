@@ -21,6 +21,7 @@ from roamc import compat_hooks, notices
 from roamc.capture.hooks import name_of
 from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
+from roamc.frontends.returned_loss import ADVICE
 
 Hook = Callable[..., Any]
 Parameters = Mapping[str, torch.Tensor]
@@ -67,8 +68,8 @@ def warn_of_idle_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], n
     notices.warn(
         optimizer,
         "idle step",
-        f"{type(optimizer).__name__}.step() finds no gradients: roamc.train_step's step already updates the "
-        "parameters; remove backward(), step() and zero_grad() from the training loop",
+        f"{type(optimizer).__name__}.step() finds no gradients: roamc.train_step's step already updates the parameters; "
+        f"{ADVICE}",
     )
 
 

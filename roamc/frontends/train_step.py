@@ -41,6 +41,7 @@ from roamc.frontends.arguments import (
 )
 from roamc.frontends.bound_step import BoundStep
 from roamc.frontends.devices import noted
+from roamc.frontends.returned_loss import with_advice
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.ranks import batch_of
 from roamc.interruptions import TRACED, interruption, uninterrupted
@@ -178,8 +179,7 @@ class TrainStep:
     def __call__(self, /, *batch: Any, **named: Any) -> torch.Tensor:
         """Run one training step on ``loss_fn(model, *batch, **named)`` and return the loss, detached.
 
-        Backward and the optimizer's update are done then: call neither ``loss.backward()``, for which torch says that
-        the loss does not require grad, nor ``optimizer.step()``.
+        Backward and the optimizer's update are done then: ``loss.backward()`` raises, and ``optimizer.step()`` warns.
 
         Raises:
             CaptureError: this batch or model cannot be captured; says what to do.
@@ -198,7 +198,7 @@ class TrainStep:
                 optimizer_hooks.run_before(before, self.optimizer, bound.held(), bound.updated())
                 bound, cohorts = self._bound(leaves, nest)  # they may have changed the optimizer's groups
             run_after = functools.partial(optimizer_hooks.run_after, after, self.optimizer, bound.updated)
-            return bound.run(leaves, cohorts, run_after)
+            return with_advice(bound.run(leaves, cohorts, run_after))
 
     def plan(self, /, *batch: Any, **named: Any) -> Plan:
         """Plan the step for a batch of this shape, without running it. Tensors may be on the meta device.
