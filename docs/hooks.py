@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import roamc
 from roamc.options import Options
 from roamc.planning.pipeline import PIPELINE
 
@@ -32,6 +33,14 @@ PAGES = {
 """Files of the repository to the pages of the site that are made of them."""
 
 
+CONSTANTS = {
+    "__version__": 'The version, such as ``"0.1.0"``.',
+    "progress": "Whether planning that takes longer than two seconds says so on stderr. Set it to False, or the "
+    "environment variable ``ROAMC_PROGRESS`` to 0, for silence.",
+}
+"""Names of the interface that have no docstring, and what they mean."""
+
+
 def options() -> str:
     """Return the table of all options: names and defaults of the fields of Options, and its docstring."""
     _, *parts = re.split(
@@ -43,6 +52,19 @@ def options() -> str:
         for field in dataclasses.fields(Options)
     )
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+
+
+def interface() -> str:
+    """Return the table of all names of the interface, with the first paragraph of each one's docstring."""
+    rows = (f"| `roamc.{name}` | {_markdown(' '.join(_about(name).split()))} |" for name in roamc.__all__)
+    return "\n".join(["| name | meaning |", "|---|---|", *rows])
+
+
+def _about(name: str) -> str:
+    value = getattr(roamc, name)
+    if name in CONSTANTS:
+        return CONSTANTS[name]
+    return (inspect.getdoc(value) or "").partition("\n\n")[0]
 
 
 def passes() -> str:
@@ -72,6 +94,7 @@ def _markdown(text: str, code: str = "`") -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "interface": interface,
     "options": options,
     "passes": passes,
     **{name: functools.partial((ROOT / name).read_text, "utf-8") for name in PAGES},

@@ -18,6 +18,7 @@ from roamc.errors import (
     CaptureError,
     OptionError,
     PlanError,
+    ProfileError,
     RanksError,
     RoamcError,
     StaleError,
@@ -48,6 +49,7 @@ __all__ = [
     "Options",
     "Plan",
     "PlanError",
+    "ProfileError",
     "RanksError",
     "RoamcError",
     "StaleError",
@@ -62,6 +64,7 @@ __all__ = [
     "optimize",
     "plan",
     "plans",
+    "progress",
     "train_step",
 ]
 

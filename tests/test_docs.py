@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import roamc
 from docs import hooks
 from roamc.cli.commands import app
 from roamc.options import Options
@@ -96,6 +97,19 @@ def test_every_option_is_in_the_table_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \| \S", hooks.options(), re.MULTILINE))
     assert list(rows) == [field.name for field in dataclasses.fields(Options)]
     assert (rows["memory_budget"], rows["order"], rows["strict"], rows["codecs"]) == ("none", '"best"', "False", "none")
+
+
+def test_every_name_of_the_interface_is_in_the_table_with_its_meaning() -> None:
+    rows = dict(re.findall(r"^\| `roamc\.(\w+)` \| ([A-Z].*\.) \|$", hooks.interface(), re.MULTILINE))
+    assert list(rows) == roamc.__all__ == dir(roamc)
+    assert rows["progress"].startswith("Whether planning")
+    assert not re.search(r":\w+:`|``", "".join(rows.values()))
+
+
+def test_a_star_imports_the_interface() -> None:
+    scope: dict[str, Any] = {}
+    exec("from roamc import *", scope)
+    assert scope.keys() - {"__builtins__"} == set(roamc.__all__)
 
 
 def test_every_pass_has_a_section_with_its_checks() -> None:

@@ -68,8 +68,8 @@ def warn_of_idle_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], n
     notices.warn(
         optimizer,
         "idle step",
-        f"{type(optimizer).__name__}.step() finds no gradients: roamc.train_step's step already updates the parameters; "
-        f"{ADVICE}",
+        f"{type(optimizer).__name__}.step() finds no gradients: roamc.train_step's step already updates the "
+        f"parameters; {ADVICE}",
     )
 
 

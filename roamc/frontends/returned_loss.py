@@ -1,8 +1,8 @@
 """The loss that a train step returns: a plain tensor whose ``backward`` says that the step has done that.
 
-Whoever takes a training loop over may leave ``loss.backward()`` in it. Torch says of the detached loss that "element 0 of
-tensors does not require grad", which is no advice. The type of the loss, its bits, ``requires_grad``, pickles and what is
-computed from it are those of any tensor.
+Whoever takes a training loop over may leave ``loss.backward()`` in it. Torch says of the detached loss that "element 0
+of tensors does not require grad", which is no advice. The type of the loss, its bits, ``requires_grad``, pickles and
+what is computed from it are those of any tensor.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import html
 import json
 import os
 from collections.abc import Mapping
@@ -261,6 +262,33 @@ class Plan:
         codes = f", {smaller} {'value' if smaller == 1 else 'values'} encoded" if smaller else ""
         return f"predicted; {again} {'operator' if again == 1 else 'operators'} recomputed{codes}{bound}"
 
+    def metrics(self, prefix: str = "roamc/") -> dict[str, int | float]:
+        """Return the numbers of the plan by name, for wandb, TensorBoard and the like.
+
+        They are the attributes of these names in bytes and seconds, those with parts summed up, and ``added_share``,
+        the added time as a fraction of the step's. What is not known, or was not asked for, is left out.
+
+        Args:
+            prefix: begins each name.
+        """
+        numbers = {name: getattr(self, name) for name in _METRICS}
+        numbers |= {name: sum(getattr(self, name).values()) for name in ("fixed_bytes", "margin_bytes")}
+        if self.step_seconds:
+            numbers["added_share"] = self.added_seconds / self.step_seconds
+        known = {name: value for name, value in numbers.items() if value or name not in _UNKNOWN_IF_ZERO}
+        return {f"{prefix}{name}": value for name, value in known.items()}
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the headline, and the rows and notes of the text form, as HTML."""
+        rows = "".join(
+            f'<tr><th style="text-align:left">{label}</th><td style="text-align:right">{value}</td>'
+            f'<td style="text-align:left">{remark}</td></tr>'
+            for label, value, remark in (map(html.escape, row) for row in self.rows())
+        )
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        head = f"<p><b>{html.escape(self.headline)}</b></p>"
+        return f"{head}<table>{rows}</table>" + (f"<ul>{notes}</ul>" if notes else "")
+
     def __str__(self) -> str:
         lines = [self.headline]
         lines += [f"  {label:<13}{value:>12}  {remark}".rstrip() for label, value, remark in self.rows()]
@@ -289,6 +317,17 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{os.fspath(path)}: {str(reason).lower()}") from None
     except PlanError as error:
         raise PlanError(f"{os.fspath(path)}: {error}") from None
+
+
+_METRICS = (
+    "total_bytes", "needed_bytes", "peak_bytes", "bound_bytes", "arena_bytes", "live_bytes", "least_bytes",
+    "baseline_bytes", "baseline_needed_bytes", "budget_bytes", "room_bytes", "fragmentation", "in_flight",
+    "step_seconds", "added_seconds", "added_bound_seconds",
+)  # fmt: skip
+"""The attributes that :meth:`Plan.metrics` has as they are."""
+
+_UNKNOWN_IF_ZERO = ("bound_bytes", "least_bytes", "budget_bytes", "room_bytes", "margin_bytes", "added_bound_seconds")
+"""Those of them that are 0, or None, where they are not known or were not asked for."""
 
 
 _INSIDE = "on top of the peak: operator workspace and tensor objects, estimated"
