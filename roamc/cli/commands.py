@@ -234,9 +234,9 @@ def largest_size(
                      "to keep the budget, which takes time."),
     ] = True,
 ) -> None:  # fmt: skip
-    """Find the largest batch whose training step fits a memory budget, from a few plans. Exit code 2 if none fits.
+    """Find the largest batch whose training step fits a memory budget or a GPU, from a few plans. Exit code 2 if none.
 
-    Functions of files are called on the meta device. Example: roamc max-batch gpt2 --device cuda --memory-budget 38GB
+    Functions of files are called on the meta device. Example: roamc max-batch gpt2 --gpu a100-40
     """
     with _reported(debug, as_json):
         if len(asked.budgets) > 1:

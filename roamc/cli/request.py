@@ -168,7 +168,7 @@ def largest(
         BudgetError: not even the smallest fits.
     """
     options, mesh = options_of(request), mesh_of(request)
-    check_budget(options.memory_budget)
+    check_budget(options)
     smallest, most = check_sizes(*limits)
 
     def sized(number: int) -> Request:

@@ -6,12 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from roamc.capture.moved import device_of
 from roamc.cost import GENERIC, load_profile
 from roamc.errors import OptionError
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.planning.search import options_of
+
+
+def asked_for(device: str, gpu: object, model: nn.Module | None = None) -> torch.device:
+    """Return the device to plan for, as :func:`options_for` takes it.
+
+    Args:
+        device: "cpu" or "cuda", as the user sets it.
+        gpu: the option of that name: a GPU to plan for asks for cuda; None for none.
+        model: what is planned; one that lies on a GPU is planned where it lies.
+
+    Raises:
+        OptionError: ``device`` is neither.
+    """
+    there = model is not None and any(parameter.device.type == "cuda" for parameter in model.parameters())
+    return device_of("cuda" if gpu is not None and device == "cpu" and not there else device, "device")
 
 
 def options_for(settings: Mapping[str, Any], device: torch.device) -> Options:

@@ -157,7 +157,7 @@ class Largest:
                 needed = _lowest(error).needed_bytes
         fits = needed <= look.limit
         if fits:
-            self._low, self.answer = size, planned
+            self._low, self.answer = size, self._in_room(planned)
             self._factor = min(self._factor, look.limit / max(1, look.least))
         else:
             self._high = size
@@ -165,6 +165,13 @@ class Largest:
         self._seen = len(self._looks)
         self._planned.append(size)
         self._answers.append(fits)
+
+    def _in_room(self, planned: Planned) -> Planned:
+        """The plan with what is to hold the process: one that was made without a budget does not know a total."""
+        room = self.options.room
+        if room is None:
+            return planned
+        return replace(planned, plan=replace(planned.plan, room=room.title, room_bytes=room.capacity))
 
     def _so_far(self, then: str) -> str:
         if self.answer is None:

@@ -1,4 +1,4 @@
-"""``roamc.max_batch``: the largest batch, or sequence, whose step fits a budget; from plans alone."""
+"""``roamc.max_batch``: the largest batch, or sequence, whose step fits a budget or a GPU; from plans alone."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import torch
 from torch import nn
 
 from roamc import compat, ticker
-from roamc.budget import Budget
+from roamc.budget import total_bytes
 from roamc.errors import CaptureError, OptionError
-from roamc.frontends import workload
+from roamc.frontends import devices, workload
 from roamc.frontends.largest import Fit, Largest
+from roamc.gpus import gpu_of
 from roamc.graph import TrainGraph
-from roamc.planning.search import options_of
+from roamc.options import Options
 from roamc.units import format_bytes
 
 
 def max_batch(
     make: Callable[[int], tuple[Any, ...]],
-    memory_budget: int | str,
+    memory_budget: int | str | None = None,
     *,
     smallest: int = 1,
     largest: int = 1 << 20,
     forward_backward: bool = False,
     recomputation: bool = True,
+    device: str = "cpu",
     **options: Any,
 ) -> Fit:
     """Find the largest ``size`` for which a plan of ``make(size)`` fits ``memory_budget``. Nothing runs.
@@ -39,47 +41,60 @@ def max_batch(
             ``(model, inputs, loss_fn)`` or ``(model, inputs, loss_fn, optimizer)`` for a batch size, sequence length or
             other dimension ``size``. Without ``loss_fn`` the loss is the ``.loss`` of the model's output, if it has
             one.
-        memory_budget: bytes, or "device"; see the option of that name.
+        memory_budget: bytes, "device", or a size in all such as "total:40GB"; see the option of that name. With the
+            option ``gpu`` the whole process has to fit that GPU, and no budget is needed.
         smallest: the smallest size that is an answer. Some models, such as those with batch norm, cannot run with 1.
         largest: largest size to try.
         forward_backward: plan without the optimizer's update, as for ``torch.compile``.
         recomputation: whether operators may run again and values be encoded to keep the budget, which takes time.
             Without it, the answer is what fits at no cost in time.
+        device: "cuda" plans for a GPU that need not be there, as for :func:`roamc.plan`; so does the option ``gpu``.
         options: see :class:`roamc.options.Options`.
 
     Raises:
         BudgetError: not even the smallest size fits.
-        OptionError: an option is unknown or out of range, or the budget is neither in bytes nor "device"; others, such
-            as "80%", "min" or "+1%", limit no batch.
+        OptionError: an option is unknown or out of range, or the budget is one that limits no batch, such as "80%",
+            "min" or "+1%".
         CaptureError: the function returns something else, a model built outside of it, or the same step for all sizes.
     """
-    parsed = options_of({**options, "memory_budget": memory_budget})
+    planned_for = devices.asked_for(device, options.get("gpu"))
+    parsed = devices.options_for({**options, "memory_budget": memory_budget}, planned_for)
     if not callable(make) or isinstance(make, nn.Module):
         raise CaptureError(
             f"max_batch takes a function of a size that returns (model, inputs, ...), not {type(make).__name__}"
         )
-    check_budget(parsed.memory_budget)
+    check_budget(parsed)
     check_sizes(smallest, largest)
 
     def captured(size: int) -> TrainGraph:
         with torch.device("meta"):
             returned = make(size)
-        return _captured(returned, forward_backward)
+        return devices.noted(_captured(returned, forward_backward, planned_for), parsed, planned_for)
 
     limit = parsed.memory_budget
-    budget = format_bytes(limit) if isinstance(limit, int) else limit
+    budget = parsed.room.title if parsed.room else format_bytes(limit) if isinstance(limit, int) else limit
     with ticker.working(f"looking for the largest size for {budget}", "", f"found the largest size for {budget}"):
         return Largest(captured, parsed, smallest, largest, recomputation).run()
 
 
-def check_budget(budget: Budget | None) -> None:
+def check_budget(options: Options) -> None:
     """Refuse a budget that limits no batch.
 
     Raises:
-        OptionError: its bytes grow with the step, or there is none.
+        OptionError: its bytes grow with the step, there is none, or the option ``gpu`` limits other bytes.
     """
-    if budget is None or (isinstance(budget, str) and budget != "device"):
-        raise OptionError(f"max_batch needs a memory_budget in bytes, or 'device', not {budget!r}")
+    budget = options.memory_budget
+    total = total_bytes(budget)
+    if budget is None or (isinstance(budget, str) and budget != "device" and not total):
+        raise OptionError(
+            f"max_batch needs a memory_budget in bytes, in all such as 'total:40GB', or 'device', not {budget!r}; or a "
+            "gpu, such as 'h100'"
+        )
+    if options.gpu is not None and not 0 < total <= gpu_of(options.gpu).capacity:
+        raise OptionError(
+            f"max_batch looks for what fits gpu={options.gpu!r}: leave memory_budget={budget!r} out, or give a size in "
+            f"all, at most 'total:{gpu_of(options.gpu).capacity}'"
+        )
 
 
 def check_sizes(smallest: object, largest: object) -> tuple[int, int]:
@@ -98,16 +113,16 @@ def _checked_size(name: str, size: object, least: int) -> int:
     return size
 
 
-def _captured(returned: Any, forward_backward: bool) -> TrainGraph:
-    """The captured graph of what the user's function has returned, named after the model's class."""
+def _captured(returned: Any, forward_backward: bool, device: torch.device) -> TrainGraph:
+    """The graph, captured for ``device``, of what the user's function has returned, named after the model's class."""
     unnamed = workload.made("", returned)
     leaves, _ = compat.flatten((unnamed.batch, unnamed.named))
     fed = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    devices = {parameter.device.type for parameter in unnamed.model.parameters()}
-    if "meta" in fed and devices and "meta" not in devices:
+    held = {parameter.device.type for parameter in unnamed.model.parameters()}
+    if "meta" in fed and held and "meta" not in held:
         raise CaptureError(
-            f"the inputs are on the meta device, and the model's parameters on {', '.join(sorted(devices))}; build the "
+            f"the inputs are on the meta device, and the model's parameters on {', '.join(sorted(held))}; build the "
             "model inside the function, where tensors are made on the meta device"
         )
     named = replace(unnamed, name=type(returned[0]).__name__)
-    return workload.capture(named, forward_backward=forward_backward)
+    return workload.capture(named, forward_backward=forward_backward, device=device)

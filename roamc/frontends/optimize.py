@@ -14,7 +14,6 @@ from torch import fx, nn
 
 from roamc import ticker
 from roamc.capture.batch import take_apart
-from roamc.capture.moved import device_of
 from roamc.capture.step_trace import LossFunction
 from roamc.compat_dynamo import compile_in_place, has_recurrent_layers
 from roamc.errors import OptionError, RoamcError
@@ -171,7 +170,8 @@ def plan(
             ``tp_plan``, which transformers models have.
         stage: number of the pipeline stage, from 0. It has ``pp - stage`` micro-batches in flight, all of which a
             budget covers.
-        device: "cuda" plans for a GPU that need not be there, with the option ``profile`` of one ("h100" by default).
+        device: "cuda" plans for a GPU that need not be there, with the option ``profile`` of one ("h100" by default);
+            the option ``gpu`` does so, too.
         forward_backward: plan without the update, as with ``torch.compile``: with ``loss_fn`` of the loss, else with
             gradients of all outputs handed in.
         keywords: options, and keyword arguments of the batch.
@@ -191,7 +191,8 @@ def plan(
     if tp_plan is not None and mesh is None:
         raise OptionError("tp_plan says how a mesh splits layers: give mesh={'tp': N} as well")
     named, settings = _parted(model.forward if loss_fn is None else loss_fn, keywords)
-    step = _Step(loss_fn, clip_grad_norm, forward_backward, device_of(device, "device"), named, settings)
+    planned_for = devices.asked_for(device, settings.get("gpu"), model)
+    step = _Step(loss_fn, clip_grad_norm, forward_backward, planned_for, named, settings)
     if mesh is None and stage is None:
         return step.plan(model, batch, optimizer, 1)
     return _plan_on(parse_mesh(mesh or {}), stage, model, batch, optimizer, tp_plan, step.plan)

@@ -59,6 +59,14 @@ def test_json_is_what_plan_says_of_both_sizes() -> None:
         assert CliRunner().invoke(app, arguments).exit_code == code
 
 
+def test_gpu_is_a_limit_of_the_whole_process() -> None:
+    small = ["gpt", "--seq", "512", *SMALL[2:], "--gpu", "640MB"]
+    answer = json.loads(run(*small, "--json").stdout)
+    assert answer["too_large"] == answer["size"] + 1
+    for size, code in ((answer["size"], 0), (answer["too_large"], 2)):
+        assert CliRunner().invoke(app, ["plan", *small, "--batch", str(size)]).exit_code == code
+
+
 def test_sequence_is_another_size() -> None:
     small = ["--batch", "2", *SMALL[2:]]
     answer = run("gpt", *small, "--memory-budget", "2MB", "--size", "seq", "--largest", "40", "--no-recomputation")
@@ -84,7 +92,7 @@ def test_mesh_halves_a_model() -> None:
     ("arguments", "code", "said"),
     [
         (["gpt", *SMALL, "--memory-budget", "20kB"], 2, "does not fit: not even size 1, the smallest that is"),
-        (["gpt", "--memory-budget", "80%"], 1, "max_batch needs a memory_budget in bytes, or 'device', not '80%'"),
+        (["gpt", "--memory-budget", "80%"], 1, "needs a memory_budget in bytes, in all such as 'total:40GB', or 'device'"),
         (["gpt"], 1, "max_batch needs a memory_budget in bytes"),
         (["gpt", "--memory-budget", "1GB", "--batch", "2"], 1, "--batch is what max-batch looks for: leave it out"),
         (["gpt", "--memory-budget", "1GB", "--memory-budget", "2GB"], 1, "max-batch takes one --memory-budget"),

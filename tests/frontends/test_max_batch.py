@@ -45,6 +45,50 @@ def test_largest_size_fits_and_the_next_does_not() -> None:
     assert fit.plan.added_seconds > 0, "recomputation makes room for a larger batch"
 
 
+def total(size: int, **options: Any) -> int:
+    """Bytes of the whole process for a size; 0 if it does not fit."""
+    with torch.device("meta"):
+        model, batch, _ = make(size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        plan = roamc.plan(model, *batch, loss_fn=loss, optimizer=optimizer, **options)
+    except BudgetError:
+        return 0
+    assert plan.fits
+    return plan.total_bytes
+
+
+@pytest.mark.parametrize("recomputation", [True, False])
+@pytest.mark.parametrize("options", [{"memory_budget": "total:1MB"}, {"gpu": "620MB"}, {"gpu": "l4", "largest": 9}])
+def test_the_whole_process_of_the_largest_size_fits(options: dict[str, Any], recomputation: bool) -> None:
+    fit = roamc.max_batch(make, recomputation=recomputation, **options)
+    named = {name: value for name, value in options.items() if name != "largest"}
+    assert 0 < total(fit.size, **named) <= fit.plan.room_bytes
+    assert fit.plan.device == ("cuda" if "gpu" in options else "cpu")
+    if "largest" in options:
+        assert (fit.size, fit.too_large) == (9, None)
+    elif recomputation:
+        assert fit.too_large == fit.size + 1
+        assert not total(fit.size + 1, **named)
+
+
+def test_a_gpu_in_part_of_its_memory() -> None:
+    part, whole = (roamc.max_batch(make, budget, gpu="620MB") for budget in ("total:615MB", None))
+    assert part.size < whole.size
+    assert part.plan.total_bytes <= 615_000_000
+
+
+@pytest.mark.parametrize("budget", ["6GB", "total:90GB", "min", "device"])
+def test_a_gpu_and_a_budget_that_limits_something_else(budget: str) -> None:
+    with pytest.raises(OptionError, match=r"gpu='h100': leave memory_budget=|needs a memory_budget in bytes, in all"):
+        roamc.max_batch(make, budget, gpu="h100")
+
+
+def test_no_size_fits_a_total_that_the_parameters_exceed() -> None:
+    with pytest.raises(BudgetError, match="not even size 1, .* does not fit 300 kB"):
+        roamc.max_batch(make, "total:300kB")
+
+
 def test_no_size_above_the_largest_is_tried() -> None:
     fit = roamc.max_batch(make, "1GB", largest=5)
     assert (fit.size, fit.too_large) == (5, None)
