@@ -206,7 +206,7 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
         BudgetError: the plan does not fit the budget.
     """
     report, before, graph, lives = _explained(request, source, curve, say)
-    return draw(report, before, graph, lives)
+    return draw(report, before, graph, lives, load_profile(main_device(graph), options_of(request).profile))
 
 
 def _explained(request: Request, source: bool, curve: bool, say: Say) -> tuple[Explanation, Course, TrainGraph, Lives]:
@@ -215,7 +215,8 @@ def _explained(request: Request, source: bool, curve: bool, say: Say) -> tuple[E
     with mesh.planned_for():
         graph, seconds = _captured(request, options, mesh, say)
         lives = lives_of(graph, eager=True)
-        eager, before = find_peak(graph, lives), follow(graph, lives)  # planning moves the graph's nodes
+        profile = load_profile(main_device(graph), options.profile)
+        eager, before = find_peak(graph, lives), follow(graph, lives, profile)  # planning moves the nodes
         planned, traced = _planned(graph, options, seconds, say, curve)
     planned = _of_mesh(planned, request, mesh)
     lives = lives_of(planned.graph)

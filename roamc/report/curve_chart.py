@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from roamc.report.chart import WIDTH, Mark, round_up
+from roamc.report.axis import Mark, byte_unit, round_up
+from roamc.report.chart import WIDTH
 from roamc.report.curve import Curve, Spot
 from roamc.units import Bytes, Seconds, format_bytes
 
@@ -46,8 +47,9 @@ class CurveChart:
         line: SVG path of what the plans reach: for a budget between two of them, the added time of that which fits.
         bound: SVG path of the area in which there is no plan.
         dots: one for each plan.
-        x_ticks: bytes of the peak.
+        x_ticks: bytes needed, in ``unit``.
         y_ticks: added time, in percent of the step's.
+        unit: of the numbers at ``x_ticks``, such as "GB".
     """
 
     width: int
@@ -57,6 +59,7 @@ class CurveChart:
     dots: tuple[Dot, ...]
     x_ticks: tuple[Mark, ...]
     y_ticks: tuple[Mark, ...]
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def curve_chart(curve: Curve, eager: Bytes) -> CurveChart:
         ),
         x_ticks=_peak_ticks(scale),
         y_ticks=_time_ticks(scale, curve.step_seconds),
+        unit=byte_unit(int(scale.high))[1],
     )
 
 
@@ -132,7 +136,8 @@ def _text(spot: Spot, curve: Curve, eager: Bytes) -> str:
 def _peak_ticks(scale: _Scale) -> tuple[Mark, ...]:
     apart = round_up((scale.high - scale.low) / TICKS)
     peaks = range(int(scale.low // apart + 1) * apart, int(scale.high) + 1, apart)
-    return tuple(Mark("", scale.x(peak), format_bytes(peak), scale.x(peak)) for peak in peaks)
+    power, _ = byte_unit(int(scale.high))
+    return tuple(Mark("", scale.x(peak), f"{peak / power:g}", scale.x(peak)) for peak in peaks)
 
 
 def _time_ticks(scale: _Scale, step: Seconds) -> tuple[Mark, ...]:
@@ -140,4 +145,4 @@ def _time_ticks(scale: _Scale, step: Seconds) -> tuple[Mark, ...]:
     whole = 10_000 / step
     apart = round_up(scale.most * whole / TICKS)
     places = [(scale.y(number / whole), number) for number in range(0, int(scale.most * whole) + 1, apart)]
-    return tuple(Mark("", at, f"{number / 100:g} %", at) for at, number in places)
+    return tuple(Mark("", at, f"{number / 100:g}", at) for at, number in places)

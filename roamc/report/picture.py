@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from roamc.cost import DeviceProfile, seconds
 from roamc.graph import TrainGraph
 from roamc.graph.lifetimes import sizes, timeline
 from roamc.graph.memory import Int64s, MemoryModel, Step, build_memory
@@ -22,7 +23,7 @@ from roamc.operators.schemas import name_of
 from roamc.report.explain import KINDS, Explanation, Live, Lives, describe
 from roamc.report.origin import Origins
 from roamc.solvers.layout import make_problem, solve
-from roamc.units import Bytes
+from roamc.units import Bytes, Seconds
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Work:
         phase: name of its phase.
         source: where it comes from, see :class:`roamc.report.origin.Origin`.
         module: likewise.
+        seconds: its predicted time.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Work:
     phase: str
     source: str
     module: str
+    seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -117,22 +120,23 @@ class Picture:
     trims: tuple[Trimmed, ...] = ()
 
 
-def follow(graph: TrainGraph, lives: Lives) -> Course:
+def follow(graph: TrainGraph, lives: Lives, profile: DeviceProfile) -> Course:
     """Return live bytes and storages over the steps of ``graph`` in its present order.
 
     Args:
         graph: captured or planned, with at least one operator.
         lives: what :func:`roamc.report.explain.lives_of` returned for ``graph``.
+        profile: of the device whose time is predicted.
     """
     memory, born, dead = lives.memory, lives.born, lives.dead
     storages = tuple(describe(graph, memory, born, dead, range(len(memory.counted))))
     size, steps = sizes(memory.counted), len(memory.operators)
     kinds = np.array([KINDS.index(storage.kind) for storage in storages], dtype=np.int64)
     by_kind = {kind: timeline(size * (kinds == number), born, dead, steps) for number, kind in enumerate(KINDS)}
-    return Course(_work(graph, memory), storages, by_kind, lives.live)
+    return Course(_work(graph, memory, profile), storages, by_kind, lives.live)
 
 
-def draw(report: Explanation, before: Course, graph: TrainGraph, lives: Lives) -> Picture:
+def draw(report: Explanation, before: Course, graph: TrainGraph, lives: Lives, profile: DeviceProfile) -> Picture:
     """Return the picture of a plan.
 
     Args:
@@ -140,8 +144,9 @@ def draw(report: Explanation, before: Course, graph: TrainGraph, lives: Lives) -
         before: what :func:`follow` gave with eager's lives for the captured graph, before planning.
         graph: the planned graph; without a layout all storages are outside the arena.
         lives: what :func:`roamc.report.explain.lives_of` returned for ``graph``.
+        profile: of the device whose time is predicted.
     """
-    after = follow(graph, lives)
+    after = follow(graph, lives, profile)
     tensors = _tensors(graph)
     offset = graph.layout.offset if graph.layout is not None else {}
     outside = [storage for storage in after.storages if storage.name not in offset and storage.born < storage.dead]
@@ -165,11 +170,18 @@ def _trims(graph: TrainGraph, course: Course) -> tuple[Trimmed, ...]:
     return tuple(void for void in voids if void.first < void.end)
 
 
-def _work(graph: TrainGraph, memory: MemoryModel) -> tuple[Work, ...]:
+def _work(graph: TrainGraph, memory: MemoryModel, profile: DeviceProfile) -> tuple[Work, ...]:
     origins = Origins(graph)
     places = [origins.of(operator.node, operator.phase) for operator in memory.operators]
     return tuple(
-        Work(op.node.name, name_of(op.node.target), op.phase.name, place.source, place.module)
+        Work(
+            op.node.name,
+            name_of(op.node.target),
+            op.phase.name,
+            place.source,
+            place.module,
+            seconds(op.node, profile),
+        )
         for op, place in zip(memory.operators, places, strict=True)
     )
 

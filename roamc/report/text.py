@@ -10,7 +10,7 @@ from rich.syntax import Syntax
 
 from roamc.planning.plan import Plan
 from roamc.report.curve import Curve, Spot
-from roamc.report.explain import Allocating, Explanation, Group, Peak, by_default, groups
+from roamc.report.explain import Allocating, Explanation, Group, Live, Peak, by_default, groups
 from roamc.report.frontier import Point
 from roamc.report.fused import Grouped
 from roamc.report.kernels import KernelReport
@@ -294,11 +294,12 @@ def _show_groups(out: Console, peak: Peak, top: int, by: str) -> None:
     _show_rest(out, [group.nbytes for group in groups(peak, by)[top:]])
 
 
-def _show_storages(out: Console, peak: Peak, top: int) -> None:
+def storage_rows(storages: Iterable[Live]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the headings and one row, as text, for each of ``storages``."""
     rows = [
         (
             format_bytes(s.nbytes),
-            ", ".join(filter(None, (s.name, s.output))),
+            called(s),
             s.kind,
             s.place,
             short(s.operator),
@@ -307,9 +308,18 @@ def _show_storages(out: Console, peak: Peak, top: int) -> None:
             s.source,
             s.module,
         )
-        for s in peak.storages[:top]
+        for s in storages
     ]
-    headings = ("bytes", "largest storages", "kind", "place", "operator", "phase", "steps", "line", "module")
+    return ("bytes", "largest storages", "kind", "place", "operator", "phase", "steps", "line", "module"), rows
+
+
+def called(storage: Live) -> str:
+    """Return the name of ``storage``, and its place in what the model returns, if any: ``mm, output['logits']``."""
+    return ", ".join(filter(None, (storage.name, storage.output)))
+
+
+def _show_storages(out: Console, peak: Peak, top: int) -> None:
+    headings, rows = storage_rows(peak.storages[:top])
     show_rows(out, headings, rows, (0,), ("place", "phase", "line", "operator", "steps", "kind"))
     _show_rest(out, [s.nbytes for s in peak.storages[top:]])
 

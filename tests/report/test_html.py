@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 
 from roamc.cli.request import Request, picture
 from roamc.options import Options
-from roamc.report.html import render, table, write
+from roamc.report.axis import SPAN
+from roamc.report.box_chart import largest
+from roamc.report.html import charts, eager_total, levels, render, table, write
 from roamc.report.picture import Box, Picture
-from roamc.report.text import short
+from roamc.report.text import called, short
 from roamc.units import format_bytes
 from tests.graphs import model_graph
 from tests.report.pictures import picture_of
@@ -26,7 +29,7 @@ SIZES = {"batch": 2, "seq": 16, "layers": 2, "width": 32, "heads": 4, "vocab": 6
 # Ends a script or an attribute, starts an element, or is a line end in JavaScript and not in JSON.
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>&amp;<!--\u2028]]>{{ 7*7 }}\udc80"
 
-VOID = {"meta", "path", "rect"}
+VOID = {"input", "meta", "path", "rect"}
 """Elements without an end: HTML's, and those that the page closes with />."""
 
 
@@ -85,13 +88,57 @@ def test_page_has_the_numbers_of_the_terminal(small: Picture, page: Reader) -> N
     assert "planned in" in shown
 
 
+def test_page_begins_with_the_sentence_and_has_its_parts_in_their_order(small: Picture, page: Reader) -> None:
+    (headline,) = page.texts["h1"]
+    assert headline == small.report.plan.headline
+    body = next(at for at, (tag, _) in enumerate(page.elements) if tag == "body")
+    assert [tag for tag, _ in page.elements[body : body + 3]] == ["body", "header", "h1"]
+    parts = [attributes.get("id") for tag, attributes in page.elements if tag == "section"]
+    assert parts == ["modules", "curves", "layout", "storages", "numbers"]
+    assert page.texts["h3"][:2] == ["By module of the model", "By line of the model"]
+    assert render(small).index('id="seconds"') > render(small).index("How it was planned")
+
+
+def test_page_adds_up_from_the_charts_to_the_total(small: Picture, page: Reader) -> None:
+    plan, rows = small.report.plan, list(levels(small))
+    peak = next(at for at, row in enumerate(rows) if row.style == "sum")
+    for of, total in (("planned", plan.total_bytes), ("eager", eager_total(plan))):
+        sizes = [getattr(row, of) for row in rows]
+        assert sum(sizes[:peak]) == sizes[peak]
+        assert sizes[peak] + sum(sizes[peak + 1 : -1]) == sizes[-1] == total
+    top = [chart.peak_at for chart in charts(small)["after"]]
+    assert {round(240 * (1 - rows[peak].planned / charts(small)["after"][0].top), 1)} == set(top)
+    assert format_bytes(rows[peak].planned) in "".join(page.texts["figcaption"])
+
+
+def test_charts_name_their_axes_with_units(page: Reader) -> None:
+    titles = [text for text in page.texts["p"] if text.strip()]
+    assert titles.count("predicted time, µs") == titles.count("steps") == 4
+    assert titles.count("memory, kB") == titles.count("address, kB") == 4
+    assert {"added time, % of the step", "needed by a step, kB"} <= set(titles)
+
+
+def test_charts_show_the_memory_of_the_device(small: Picture) -> None:
+    plan = small.report.plan
+    for room, expected in ((2 * plan.total_bytes, "T4"), (90 * plan.total_bytes, "↑ T4")):
+        named = replace(plan, room="T4", room_bytes=room)
+        for plot in charts(replace(small, report=replace(small.report, plan=named)))["after"]:
+            (line,) = (line for line in plot.lines if line.name == "room")
+            assert line.text == f"{expected} {format_bytes(room)}"
+            assert line.at == max(0, round(plot.height * (1 - room / plot.top), 1))
+
+
+def test_page_lists_the_largest_storages_of_the_layout(small: Picture, page: Reader) -> None:
+    for boxes in (small.arena, small.outside):
+        assert {called(box.storage) for box in largest(boxes)} <= set(page.texts["code"])
+
+
 def test_page_lists_all_that_lives_at_both_peaks_largest_first(small: Picture, page: Reader) -> None:
     peaks = (small.report.planned, small.report.eager)
-    names = {storage.name for peak in peaks for storage in peak.storages}
-    listed = [name for name in page.texts["code"] if name in names]
-    expected = [storage.name for peak in peaks for storage in peak.storages]
-    at_captions = [name for name in (small.report.eager.name, small.report.planned.name) if name in names]
-    assert listed == [*at_captions, *expected]
+    expected = [called(storage) for peak in peaks for storage in peak.storages]
+    section = next(part for part in render(small).split("<section ") if part.startswith('id="storages"'))
+    cells = re.findall(r'<td class="number">[^<]*</td><td class=" code name">([^<]*)</td>', section)
+    assert [unescape(cell) for cell in cells] == expected
 
 
 def test_page_draws_the_curve(small: Picture, page: Reader) -> None:
@@ -137,7 +184,7 @@ def words(data: dict[str, Any], numbers: Sequence[int]) -> list[str]:
 def check_boxes(data: dict[str, Any], boxes: Sequence[Box], rows: Sequence[Any]) -> None:
     for box, row in zip(boxes, rows, strict=True):
         s = box.storage
-        assert words(data, row[:6]) == [s.name, s.kind, s.place, short(s.operator), s.source, s.module]
+        assert words(data, row[:6]) == [called(s), s.kind, s.place, short(s.operator), s.source, s.module]
         assert row[6:10] == [s.nbytes, s.born, s.dead, box.low]
         assert tuple(words(data, row[10])) == box.tensors
 
@@ -147,6 +194,8 @@ def test_table_says_what_every_step_and_storage_is(small: Picture, page: Reader)
     assert data == json.loads(json.dumps(table(small)))
     for name, course in (("before", small.before), ("after", small.after)):
         assert data[name]["live"] == course.live.tolist()
+        assert len(data[name]["time"]) == len(course.work)
+        assert sum(data[name]["time"]) == SPAN
         for work, row in zip(course.work, data[name]["work"], strict=True):
             assert words(data, row) == [work.name, short(work.operator), work.phase, work.source, work.module]
     check_boxes(data, small.arena, data["boxes"]["arena"])
@@ -155,10 +204,14 @@ def test_table_says_what_every_step_and_storage_is(small: Picture, page: Reader)
 
 
 def test_script_finds_every_plot_of_the_page(page: Reader) -> None:
-    plots = {a["id"]: a for tag, a in page.elements if tag == "svg" and a.get("class") == "plot"}
-    assert list(plots) == ["before", "after", "arena", "outside"]
-    assert {name for name in page.data() if name in plots} | set(page.data()["boxes"]) == set(plots)
-    assert [plot["data-group"] for plot in plots.values()] == ["before", "after", "after", "after"]
+    plots = [a for tag, a in page.elements if tag == "svg" and a.get("class") == "plot"]
+    names = ["after", "before", "arena", "outside"]
+    assert [plot["id"] for plot in plots] == [f"{name}-{axis}" for name in names for axis in ("time", "steps")]
+    assert {name for name in page.data() if name in names} | set(page.data()["boxes"]) == set(names)
+    groups = ["after", "before", "after", "after"]
+    assert [plot["data-group"] for plot in plots] == [
+        f"{group}-{axis}" for group in groups for axis in ("time", "steps")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +234,7 @@ def test_hostile_names_stay_text(hostile: Picture) -> None:
     assert reader.texts["script"][1] == expected.texts["script"][1]
     assert HOSTILE in reader.texts["p"]
     line = hostile.report.planned.storages[0].source
-    assert line in reader.texts["code"]
+    assert line in reader.texts["td"]
     assert line in reader.data()["texts"]
     assert "49" not in line
 

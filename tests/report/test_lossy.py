@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from roamc.graph import Phase, TrainGraph, operators
+from roamc.cost import load_profile
+from roamc.graph import Phase, TrainGraph, main_device, operators
 from roamc.operators.projection import projection
 from roamc.optim import CompAct
 from roamc.options import Options
@@ -61,9 +62,10 @@ def test_encoded_values_have_readers_bits_and_an_error(light: Planned) -> None:
 
 def test_the_page_lists_what_the_text_does(light: Planned) -> None:
     graph = kept_outputs()
-    before = follow(graph, lives_of(graph, eager=True))
+    profile = load_profile(main_device(graph))
+    before = follow(graph, lives_of(graph, eager=True), profile)
     report = explained(graph, light)
-    page = render(draw(report, before, light.graph, lives_of(light.graph)))
+    page = render(draw(report, before, light.graph, lives_of(light.graph), profile))
     for listed in tables(report):
         assert f"<h2>{listed.title[0].upper()}{listed.title[1:]}</h2>" in page
         assert all(f">{cell}</td>" in page for row in listed.rows for cell in row if "<" not in cell)

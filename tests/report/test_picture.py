@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from roamc.cost import load_profile
+from roamc.graph import main_device
 from roamc.graph.eager_memory import eager_live_bytes
 from roamc.graph.lifetimes import live_bytes
 from roamc.graph.memory import build_memory
@@ -42,7 +44,7 @@ def overlapping(boxes: Sequence[Box]) -> list[tuple[str, str]]:
 def test_before_is_what_eager_holds(route: str) -> None:
     graph, _ = model_graph("nanogpt-dropout", route)
     lives = lives_of(graph, eager=True)
-    course, peak = follow(graph, lives), find_peak(graph, lives)
+    course, peak = follow(graph, lives, load_profile(main_device(graph))), find_peak(graph, lives)
     assert np.array_equal(course.live, eager_live_bytes(build_memory(graph)))
     assert (course.peak, course.live[course.peak]) == (peak.step, peak.live_bytes)
     assert {kind: live[peak.step] for kind, live in course.by_kind.items() if live[peak.step]} == peak.by_kind
@@ -66,6 +68,12 @@ def test_work_names_every_operator_in_its_order(drawn: tuple[Picture, Planned]) 
     assert [work.name for work in picture.after.work] == [operator.node.name for operator in operators]
     peak = picture.report.planned
     assert picture.after.work[peak.step].source == peak.source
+
+
+def test_the_time_of_all_work_is_the_step_time_of_the_plan(drawn: tuple[Picture, Planned]) -> None:
+    picture, planned = drawn
+    expected = planned.plan.step_seconds + planned.plan.added_seconds
+    assert sum(work.seconds for work in picture.after.work) == pytest.approx(expected)
 
 
 def test_boxes_are_those_of_the_layout(drawn: tuple[Picture, Planned]) -> None:
