@@ -38,7 +38,10 @@ PRINTS = re.compile(r"(```python\n(.*?)```\n)(\n```text\n(.*?)```\n)?", re.DOTAL
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[re.sub(r"\W+", " ", example)[:20] for example in EXAMPLES])
-def test_example_runs(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(
+    example: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     torch.compiler.reset()
     scope: dict[str, Any] = {"__name__": "readme"}
     exec(compile(SHARED, "shared example", "exec"), scope)

@@ -140,8 +140,7 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
     Args:
         out: where to print.
         name: name of the graph.
-        points: plans of one graph, at least one, made with a budget; their ``step_seconds`` are 0 if pass retain was
-            left out.
+        points: plans of one graph, at least one, made with a budget; none adds time if pass retain was left out.
     """
     first = points[0].plan
     eager, all_of_them = first.baseline_needed_bytes, f", {first.in_flight} micro-batches in flight"
@@ -152,7 +151,9 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
             str(point.budget) if isinstance(point.budget, str) else format_bytes(point.budget),
             format_bytes(point.plan.needed_bytes),
             f"{point.plan.needed_bytes / eager:.3f}",
-            f"{point.plan.added_seconds / point.plan.step_seconds:.1%}" if point.plan.step_seconds else "",
+            f"{point.plan.added_seconds / point.plan.step_seconds:.1%}"
+            if "retain" in point.plan.decisions and point.plan.step_seconds
+            else "",
             f"{point.plan.added_bound_seconds / point.plan.step_seconds:.1%}" if point.plan.added_bound_seconds else "",
             str(len(point.plan.decisions.get("retain", {}).get("reruns", ()))),
             "" if point.fits else "does not fit",

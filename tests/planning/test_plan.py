@@ -165,6 +165,10 @@ def _is_time(name: str, value: object) -> bool:
     return name in TIMES and value == 1.5
 
 
+def _is_no_budget(name: str, value: object) -> bool:
+    return name == "budget_bytes" and value is None
+
+
 VALUES = (None, True, 1.5, "x", 1, [], {})
 
 
