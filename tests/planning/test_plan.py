@@ -161,12 +161,8 @@ TIMES = ("step_seconds", "added_seconds", "added_bound_seconds", "budget_added")
 KIND = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(MAPPINGS, dict), **dict.fromkeys(LISTS, list)}
 
 
-def _is_time(name: str, value: object) -> bool:
-    return name in TIMES and value == 1.5
-
-
-def _is_no_budget(name: str, value: object) -> bool:
-    return name == "budget_bytes" and value is None
+def _may_be(name: str, value: object) -> bool:
+    return type(value) is KIND.get(name, int) or (name in TIMES and value == 1.5) or (name, value) == (BUDGET, None)
 
 
 VALUES = (None, True, 1.5, "x", 1, [], {})
