@@ -25,7 +25,7 @@ def with_advice(loss: torch.Tensor) -> torch.Tensor:
         loss: a tensor that nobody else holds.
     """
     loss.backward = _Backward(loss)  # type: ignore[method-assign]
-    loss.__getstate__ = _nothing  # type: ignore[attr-defined]
+    loss.__getstate__ = _nothing  # type: ignore[method-assign]
     return loss
 
 
@@ -48,7 +48,7 @@ class _Backward:
             raise BackwardTwiceError(
                 f"this loss is that of a roamc.train_step, which has run backward and updated the parameters: {ADVICE}"
             )
-        torch.Tensor.backward(loss, *args, **named)
+        torch.Tensor.backward(loss, *args, **named)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Backward:
         return self

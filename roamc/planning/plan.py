@@ -275,8 +275,7 @@ class Plan:
         numbers |= {name: sum(getattr(self, name).values()) for name in ("fixed_bytes", "margin_bytes")}
         if self.step_seconds:
             numbers["added_share"] = self.added_seconds / self.step_seconds
-        known = {name: value for name, value in numbers.items() if value or name not in _UNKNOWN_IF_ZERO}
-        return {f"{prefix}{name}": value for name, value in known.items()}
+        return {f"{prefix}{name}": value for name, value in numbers.items() if value or name not in _UNKNOWN_IF_ZERO}
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the headline, and the rows and notes of the text form, as HTML."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from roamc.graph.memory import Int64s
 from roamc.report.axis import Axis, byte_ticks, byte_unit
 from roamc.report.chart import WIDTH, Chart, Name, Shape, digits, merge, phase_rows, y_at
 from roamc.report.explain import KINDS
@@ -119,7 +120,7 @@ def _numbers(boxes: Sequence[Box], axis: Axis, top: Bytes, height: int) -> Itera
         x, y = next(spot for spot in _spots(frame, height) if not any(_near(spot, other) for other in taken))
         taken.append((x, y))
         room = _Frame(x + 3 * LETTER, frame.right, frame.upper, frame.lower)
-        text = room.text(box.storage.name) if y == frame.middle else ""
+        text = room.text(box.storage.output or box.storage.name) if y == frame.middle else ""
         yield Name(round(100 * x / WIDTH, 2), round(y, 1), text, number)
 
 
@@ -149,7 +150,7 @@ def _names(boxes: Sequence[Box], axis: Axis, top: Bytes, height: int) -> Iterato
     widest = sorted(boxes, key=lambda box: -box.storage.nbytes * (box.storage.dead - box.storage.born))
     for box in widest[:NAMED]:
         frame = _frame(box, axis, top, height)
-        text = frame.text(box.storage.name)
+        text = frame.text(box.storage.output or box.storage.name)
         if text and box.storage.name not in numbered:
             yield Name(round(100 * (frame.left + LETTER / 2) / WIDTH, 2), round(frame.middle, 1), text)
 
@@ -157,15 +158,15 @@ def _names(boxes: Sequence[Box], axis: Axis, top: Bytes, height: int) -> Iterato
 def _trims(trims: Sequence[Trimmed], axis: Axis, top: Bytes, height: int) -> Iterator[Shape]:
     """Yield one shape with the rectangles of all trims; nothing where there are no trims."""
     if trims:
-        edges = axis.edges
-        voids = (_rectangle(t.low, t.high, edges[t.first], edges[t.end], top, height) for t in trims)
+        voids = [_rectangle(t.low, t.high, axis.edges[[t.first, t.end]], top, height) for t in trims]
         yield Shape("trim", "".join(voids))
 
 
 def _box(box: Box, axis: Axis, top: Bytes, height: int) -> str:
-    return _rectangle(box.low, box.high, *axis.edges[[box.storage.born, box.storage.dead]], top, height)
+    return _rectangle(box.low, box.high, axis.edges[[box.storage.born, box.storage.dead]], top, height)
 
 
-def _rectangle(low: Bytes, high: Bytes, left: int, right: int, top: Bytes, height: int) -> str:
+def _rectangle(low: Bytes, high: Bytes, sides: Int64s, top: Bytes, height: int) -> str:
+    left, right = sides.tolist()
     upper, lower = round(y_at(high, top, height), 1), round(y_at(low, top, height), 1)
     return f"M{left} {digits(upper)}h{right - left}v{digits(lower - upper)}h-{right - left}z"

@@ -297,7 +297,7 @@ def _show_groups(out: Console, peak: Peak, top: int, by: str) -> None:
 
 def storage_rows(storages: Iterable[Live]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the headings and one row, as text, for each of ``storages``."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             format_bytes(s.nbytes),
             called(s),

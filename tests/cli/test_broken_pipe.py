@@ -33,10 +33,10 @@ def test_a_command_whose_reader_is_gone_ends_quietly(
 ) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    given = [storages if argument == "FILE" else argument for argument in arguments]
+    arguments = [storages if argument == "FILE" else argument for argument in arguments]
     with open(writer, "w") as stdout:
         monkeypatch.setenv("ROAMC_PROGRESS", "0")
-        monkeypatch.setattr(sys, "argv", ["roamc", *given])
+        monkeypatch.setattr(sys, "argv", ["roamc", *arguments])
         monkeypatch.setattr(sys, "stderr", sys.stderr)  # typer wraps both, and they stay so
         monkeypatch.setattr(sys, "stdout", stdout)
         with pytest.raises(SystemExit) as end:

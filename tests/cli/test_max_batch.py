@@ -92,7 +92,7 @@ def test_mesh_halves_a_model() -> None:
     ("arguments", "code", "said"),
     [
         (["gpt", *SMALL, "--memory-budget", "20kB"], 2, "does not fit: not even size 1, the smallest that is"),
-        (["gpt", "--memory-budget", "80%"], 1, "needs a memory_budget in bytes, in all such as 'total:40GB', or 'device'"),
+        (["gpt", "--memory-budget", "80%"], 1, "a memory_budget in bytes, in all such as 'total:40GB', or 'device', "),
         (["gpt"], 1, "max_batch needs a memory_budget in bytes"),
         (["gpt", "--memory-budget", "1GB", "--batch", "2"], 1, "--batch is what max-batch looks for: leave it out"),
         (["gpt", "--memory-budget", "1GB", "--memory-budget", "2GB"], 1, "max-batch takes one --memory-budget"),

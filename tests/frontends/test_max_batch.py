@@ -85,7 +85,7 @@ def test_a_gpu_and_a_budget_that_limits_something_else(budget: str) -> None:
 
 
 def test_no_size_fits_a_total_that_the_parameters_exceed() -> None:
-    with pytest.raises(BudgetError, match="not even size 1, .* does not fit 300 kB"):
+    with pytest.raises(BudgetError, match=r"not even size 1, .* does not fit 300 kB"):
         roamc.max_batch(make, "total:300kB")
 
 

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installe
 WIDTHS = (390, 800, 1400)
 
 # Windows of browsers have a least width; frames do not.
-FRAMES = """<!doctype html><body>{frames}<pre id="found"></pre><script>
+FRAMES = """<!doctype html><body>{frames}<pre id="windows"></pre><script>
 addEventListener("load", () => {{
   const shown = (node) => node.getClientRects().length > 0;
-  const found = [...document.querySelectorAll("iframe")].map((frame) => {{
+  const windows = [...document.querySelectorAll("iframe")].map((frame) => {{
     const page = frame.contentDocument, root = page.documentElement, broken = [];
     page.querySelectorAll("details").forEach((each) => {{ each.open = true; }});
     const texts = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT);
@@ -56,7 +56,7 @@ addEventListener("load", () => {{
         .getEntriesByType("resource").map((entry) => entry.name),
     }};
   }});
-  document.getElementById("found").textContent = JSON.stringify(found);
+  document.getElementById("windows").textContent = JSON.stringify(windows);
 }});
 </script>"""
 
@@ -68,7 +68,7 @@ def small() -> Picture:
 
 
 @pytest.fixture(scope="module")
-def found(small: Picture, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def windows(small: Picture, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each width's frame shows."""
     return measured(render(small), tmp_path_factory.mktemp("browser"))
 
@@ -89,38 +89,38 @@ def measured(page: str, folder: Path) -> list[dict[str, Any]]:
     )
     command = [str(BROWSER), *flags, "--virtual-time-budget=20000", (folder / "frames.html").as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-    answer = re.findall(r'<pre id="found">(.*?)</pre>', shown, re.DOTALL)[-1]
+    answer = re.findall(r'<pre id="windows">(.*?)</pre>', shown, re.DOTALL)[-1]
     results: list[dict[str, Any]] = json.loads(html.unescape(answer))
     return results
 
 
-def test_page_is_never_wider_than_the_window(found: list[dict[str, Any]]) -> None:
-    assert [each["width"] for each in found] == list(WIDTHS)
-    assert all(each["scrolls"] <= each["width"] for each in found)
+def test_page_is_never_wider_than_the_window(windows: list[dict[str, Any]]) -> None:
+    assert [each["width"] for each in windows] == list(WIDTHS)
+    assert all(each["scrolls"] <= each["width"] for each in windows)
 
 
-def test_no_word_is_broken(found: list[dict[str, Any]]) -> None:
-    assert [each["broken"] for each in found] == [[], [], []]
+def test_no_word_is_broken(windows: list[dict[str, Any]]) -> None:
+    assert [each["broken"] for each in windows] == [[], [], []]
 
 
-def test_labels_are_readable_and_inside_the_window(found: list[dict[str, Any]]) -> None:
-    for each in found:
+def test_labels_are_readable_and_inside_the_window(windows: list[dict[str, Any]]) -> None:
+    for each in windows:
         assert each["letters"] >= 10
         assert each["left"] >= 0
         assert each["right"] <= each["width"]
 
 
-def test_switch_changes_the_axis_of_all_charts(found: list[dict[str, Any]]) -> None:
-    for each in found:
+def test_switch_changes_the_axis_of_all_charts(windows: list[dict[str, Any]]) -> None:
+    for each in windows:
         assert each["byTime"] == ["chart by-time"] * 2 + ["chart"] + ["chart by-time"] * 2
         assert each["bySteps"] == ["chart by-steps"] * 2 + ["chart"] + ["chart by-steps"] * 2
 
 
-def test_pointer_at_the_peak_finds_it(small: Picture, found: list[dict[str, Any]]) -> None:
+def test_pointer_at_the_peak_finds_it(small: Picture, windows: list[dict[str, Any]]) -> None:
     peak = small.report.planned
     told = f"{format_bytes(peak.live_bytes)} live at step {peak.step + 1} of {peak.steps}"
-    assert [each["told"] for each in found] == [told] * 3
+    assert [each["told"] for each in windows] == [told] * 3
 
 
-def test_page_asks_the_network_for_nothing(found: list[dict[str, Any]]) -> None:
-    assert [each["links"] for each in found] == [[], [], []]
+def test_page_asks_the_network_for_nothing(windows: list[dict[str, Any]]) -> None:
+    assert [each["links"] for each in windows] == [[], [], []]

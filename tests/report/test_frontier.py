@@ -14,7 +14,7 @@ from roamc.options import Options
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.planning.search import PlanSearch
-from roamc.report.chart import Mark
+from roamc.report.axis import Mark
 from roamc.report.curve import BETWEEN, Curve, Spot, staircase, targets, trace
 from roamc.report.curve_chart import HEIGHT, WIDTH, curve_chart
 from roamc.report.frontier import frontier
@@ -140,8 +140,8 @@ def test_drawing_places_plans_and_bound() -> None:
     # Down from the right: what the plan with the lower peak costs holds from the next higher one on.
     assert chart.line == f"M{WIDTH} {ys[0]}H{xs[0]}V{ys[1]}H{xs[1]}V{ys[2]}H{xs[2]}"
     assert chart.bound.startswith(f"M{WIDTH} {ys[0]}H{xs[0]}H{xs[1]}V")
-    assert labels(chart.y_ticks)[:3] == ["0 %", "10 %", "20 %"]
-    assert labels(chart.x_ticks) == ["200 B", "400 B", "600 B", "800 B", "1 kB"]
+    assert labels(chart.y_ticks)[:3] == ["0", "10", "20"]
+    assert (chart.unit, labels(chart.x_ticks)) == ("kB", ["0.2", "0.4", "0.6", "0.8", "1"])
 
 
 def test_drawing_of_one_plan_has_axes() -> None:

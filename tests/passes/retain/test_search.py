@@ -176,7 +176,7 @@ def test_programs_with_all_codecs_give_the_same_bits(name: str, route: str) -> N
     captured = graph_and_inputs(*MODELS[name](), route)[0]
     maker, start = prepared(captured, Options(), None, "", deep=True)
     assert start.decisions.keys() == decisions.keys()
-    coded = maker.make(start, forced)
+    coded = maker.make(start, forced, 0.0)
     results: list[Any] = []
     for one in (free, coded):
         used = clones(inputs)

@@ -87,7 +87,7 @@ def _planned(graph: TrainGraph, masks: str | None) -> tuple[Planned, int]:
     """The plan, and the bytes that the paper keeps above those of codec tempo."""
     maker, start = prepared(copied(graph), OPTIONS, None, fingerprint(graph))
     decision, apart = (NOTHING, 0) if masks is None else _tempos(start.graph, masks == "bits")
-    return maker.make(start, decision), apart
+    return maker.make(start, decision, 0.0), apart
 
 
 def _tempos(graph: TrainGraph, in_bits: bool) -> tuple[Decision, int]:

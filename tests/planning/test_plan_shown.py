@@ -1,0 +1,41 @@
+"""What loggers and notebooks get of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from xml.etree import ElementTree
+
+from roamc.planning.plan import Plan
+from tests.planning.test_plan import small_plan
+
+
+def test_metrics_are_numbers_of_the_plan_by_name() -> None:
+    plan = small_plan()
+    metrics = plan.metrics()
+    assert {type(value) for value in metrics.values()} == {int, float}
+    for name in ("peak_bytes", "total_bytes", "bound_bytes", "arena_bytes", "baseline_bytes", "added_seconds"):
+        assert metrics[f"roamc/{name}"] == getattr(plan, name)
+    assert metrics["roamc/fixed_bytes"] == sum(plan.fixed_bytes.values()) > 0
+    assert plan.metrics("")["added_share"] == plan.added_seconds / plan.step_seconds
+    asked = dataclasses.replace(plan, budget_bytes=7, room_bytes=9, step_seconds=4.0, added_seconds=1.0, bound_bytes=0)
+    assert asked.metrics().keys() - metrics.keys() == {"roamc/budget_bytes", "roamc/room_bytes"}
+    assert metrics.keys() - asked.metrics().keys() == {"roamc/bound_bytes"}, "0 is unknown there"
+    assert asked.metrics()["roamc/added_share"] == 0.25
+
+
+def test_metrics_are_of_every_number() -> None:
+    numbers = [item.name for item in dataclasses.fields(Plan) if item.type in ("Bytes", "Bytes | None", "Seconds")]
+    asked = dataclasses.replace(small_plan(), **dict.fromkeys(numbers, 7))
+    assert {f"roamc/{name}" for name in numbers} <= asked.metrics().keys()
+
+
+def test_a_notebook_shows_the_headline_rows_and_notes() -> None:
+    plan = dataclasses.replace(small_plan(), name="a<b>", notes=("x < y & z",))
+    shown = plan._repr_html_()
+    assert shown.startswith("<p><b>a&lt;b&gt; needs ")
+    for label, value, _ in plan.rows():
+        assert f">{html.escape(label)}</th>" in shown
+        assert f">{html.escape(value)}</td>" in shown
+    assert shown.endswith("<ul><li>x &lt; y &amp; z</li></ul>")
+    ElementTree.fromstring(f"<div>{shown}</div>")
