@@ -18,6 +18,7 @@ from tests.tiers import mark_thorough
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.pop("COLUMNS", None)  # pytest's workers have 80, which would be somebody's screen
 BEGUN = time.monotonic()
 
 

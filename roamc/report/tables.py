@@ -114,21 +114,21 @@ class _Column:
 
 
 def _with_room(columns: list[_Column], room: int, gap: int, spare: Iterable[str]) -> list[_Column]:
-    """Return the columns without those for which there is no room."""
+    """Return the columns without those for which there is no room; two stay, a name and what it has."""
     for heading in spare:
         if sum(column.most + gap for column in columns) > room:
             columns = [column for column in columns if column.heading != heading]
-    while len(columns) > 1 and sum(column.least + gap for column in columns) > room:
+    while len(columns) > 2 and sum(column.least + gap for column in columns) > room:
         columns = columns[:-1]
     return columns
 
 
 def _widths(columns: Sequence[_Column], room: int, gap: int) -> list[int]:
-    """Return the width of each column: the widest of those that can be broken give way."""
+    """Return the width of each column: the widest of those that can be broken give way, or else the last one."""
     widths = [column.most for column in columns]
     while sum(width + gap for width in widths) > room:
         over = [width if width > column.least else 0 for column, width in zip(columns, widths, strict=True)]
-        if not any(over):
-            return [min(width, room - gap) for width in widths]  # one word that is longer than the screen is wide
+        if not any(over):  # a word, such as a path, that is longer than the screen is wide
+            return [*widths[:-1], max(1, room - gap - sum(width + gap for width in widths[:-1]))]
         widths[over.index(max(over))] -= 1
     return widths

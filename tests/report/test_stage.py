@@ -96,7 +96,7 @@ def test_page_and_text_have_the_same_numbers(drawn: Picture, explained: Explanat
     for needed, share, *_ in text.curve_rows(explained.curve, explained.plan.baseline_needed_bytes):
         assert f"needs {needed}, {share} of eager's" in page
     assert all(remark in page for _, _, remark in explained.plan.rows())
-    assert page.count("of one micro-batch</h2>") == 3
+    assert page.count("of one micro-batch</h2>") == 4
 
 
 def test_json_has_what_the_shares_are_of(explained: Explanation) -> None:
