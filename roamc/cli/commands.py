@@ -389,6 +389,7 @@ def demo(
             task = Task("eager", steps, batch, seq, layers, width, heads, memory_budget)
             stages.now("getting the solvers ready, for which a new installation compiles them")
             warm_up()
+            stages.now("starting a process for each side")
             result = race(task, lambda done: stages.now(stage, done))
         if as_json:
             _print_json(result.to_dict())

@@ -26,7 +26,7 @@ from roamc.frontends.arguments import check_clip
 from roamc.frontends.largest import Fit, Largest
 from roamc.frontends.max_batch import check_budget, check_sizes
 from roamc.frontends.mesh import Mesh, check_tokens, noted, notes_on, on_mesh, parse_mesh, running_split
-from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings
+from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings, total_bytes
 from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, parse_setting
 from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options
@@ -147,7 +147,12 @@ def _stage_plan(request: Request, graph: TrainGraph, options: Options, seconds: 
         return StagePlan(stage, lowest, lowest.step_seconds + lowest.added_seconds, fits=False)
     plan = _of_mesh(planned, request, mesh_of(request)).plan
     profile = load_profile(main_device(planned.graph), options.profile)
-    return StagePlan(stage, plan, step_seconds(planned.graph, profile), fits=plan.fits is not False)
+    return StagePlan(
+        stage,
+        plan,
+        step_seconds(planned.graph, profile),
+        fits=not plan.room_bytes or total_bytes(plan) <= plan.room_bytes,
+    )
 
 
 def largest(

@@ -107,8 +107,8 @@ def ends_note(defaults: Mapping[str, Setting], stage: Stage) -> tuple[str, ...]:
 
 
 def total_bytes(plan: Plan) -> Bytes:
-    """Return what a stage needs together with what is fixed, and with the sum of each gradient over micro-batches."""
-    return plan.needed_bytes + sum(plan.fixed_bytes.values()) + _gradient_bytes(plan)
+    """Return the total of a stage's plan, with the sum of each gradient over micro-batches."""
+    return plan.total_bytes + _gradient_bytes(plan)
 
 
 def stage_note(plan: Plan, stage: Stage, layers: int | None = None) -> str:
