@@ -50,8 +50,8 @@ def shipped(file: Path, triple: str, features: str) -> dict[str, bytes]:
         features: of its processor, such as "+avx2,-avx512f".
 
     Raises:
-        Unfit: there is no code, or it was compiled from other sources, by another version of numba or of Python, or for
-            another machine.
+        Unfit: there is no code, it is damaged, or it was compiled from other sources, by another version of numba or of
+            Python, or for another machine.
     """
     try:
         with file.open("rb") as stream:
@@ -60,9 +60,12 @@ def shipped(file: Path, triple: str, features: str) -> dict[str, bytes]:
                 if stamp.get(what) != here:
                     raise Unfit(f"compiled for another {what}: {stamp.get(what)}, here {here}")
             check_processor(needed, features)
-            codes: dict[str, bytes] = pickle.load(stream)
+            digest, content = pickle.load(stream), stream.read()
     except OSError as error:
         raise Unfit(f"{file.name}: {error.strerror}") from None
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise Unfit(f"{file.name} is damaged")
+    codes: dict[str, bytes] = pickle.loads(content)
     return codes
 
 
@@ -106,9 +109,11 @@ def build() -> None:
 
 def write(file: Path, codes: dict[str, Code], triple: str, needed: Iterable[str]) -> None:
     """Write `codes`, compiled for the machine `triple` and processors that have what is `needed`, to `file`."""
+    content = pickle.dumps({name: pickle.dumps(code) for name, code in codes.items()})
     with file.open("wb") as stream:
-        for part in (_stamp(triple), tuple(needed), {name: pickle.dumps(code) for name, code in codes.items()}):
+        for part in (_stamp(triple), tuple(needed), hashlib.sha256(content).hexdigest()):
             pickle.dump(part, stream)
+        stream.write(content)
 
 
 def baseline() -> tuple[str, tuple[str, ...]]:

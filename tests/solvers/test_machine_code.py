@@ -138,3 +138,15 @@ def test_machine_code_that_is_cut_short_counts_as_missing(
     written.file.write_bytes(written.file.read_bytes()[:kept])
     assert written.fresh()(np.arange(5.0)) == 10.0
     assert written.compilations == 1
+
+
+def test_damaged_machine_code_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Written(tmp_path, monkeypatch)
+    content = bytearray(written.file.read_bytes())
+    content[-len(content) // 4] ^= 1
+    written.file.write_bytes(content)
+    machine_code.shipped.cache_clear()
+    with pytest.raises(machine_code.Unfit, match="is damaged"):
+        machine_code.shipped(written.file, TRIPLE, FEATURES)
+    assert written.fresh()(np.arange(5.0)) == 10.0
+    assert written.compilations == 1
