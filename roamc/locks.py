@@ -32,3 +32,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+CAPTURE = Lock()
+"""Held while a step is traced: torch's tracers exchange functions of the process, and put them back."""

@@ -50,6 +50,7 @@ from roamc.graph.origin import OUTPUT, put_module
 from roamc.graph.rewrite import given, mode_of, value_of
 from roamc.graph.storage_ids import addresses, addresses_of, number
 from roamc.interruptions import TRACED, uninterrupted
+from roamc.locks import CAPTURE
 from roamc.operators import ops
 from roamc.operators.corrections import correct
 from roamc.operators.random import replay, save_rng_state, state_bytes
@@ -96,6 +97,7 @@ def capture(
         return [tensor for _, tensor in returned]
 
     with (
+        CAPTURE.now,
         uninterrupted(TRACED, traces=True),
         refusals.in_one_line(),
         recurrent.decomposed(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -188,3 +189,24 @@ def test_optimizer_that_cannot_be_planned_is_refused_by_name(arguments: list[str
         "def none(): return Classifier(), batch(labels=False)\n"
     )
     assert said in run("plan", f"{tmp_path / 'mine.py'}:{arguments[0]}", *arguments[1:], code=1).stderr
+
+
+def test_threads_that_plan_at_once_leave_torch_as_it_was() -> None:
+    called = nn.Module.__call__
+    errors: list[BaseException] = []
+
+    def plan() -> None:
+        try:
+            for _ in range(3):
+                assert roamc.plan(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.zeros(4, 8)).peak_bytes > 0
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=plan) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert nn.Module.__call__ is called
+    assert not torch.is_anomaly_enabled()
