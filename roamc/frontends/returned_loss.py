@@ -24,7 +24,9 @@ def with_advice(loss: torch.Tensor) -> torch.Tensor:
     Args:
         loss: a tensor that nobody else holds.
     """
-    loss.backward = _Backward(loss)  # type: ignore[method-assign]
+    own = _Backward(loss)
+    loss.backward = own  # type: ignore[method-assign]
+    loss.__deepcopy__ = own.deep_copy  # type: ignore[method-assign]
     loss.__getstate__ = _nothing  # type: ignore[method-assign]
     return loss
 
@@ -50,8 +52,15 @@ class _Backward:
             )
         torch.Tensor.backward(loss, *args, **named)  # type: ignore[no-untyped-call]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Backward:
-        return self
+    def deep_copy(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a deep copy of the loss, whose ``backward`` is torch's."""
+        loss = self._loss()
+        assert loss is not None  # it is being copied
+        own = {name: loss.__dict__.pop(name) for name in ("backward", "__deepcopy__", "__getstate__")}
+        try:
+            return loss.__deepcopy__(memo)  # type: ignore[no-any-return]
+        finally:
+            loss.__dict__.update(own)
 
 
 def _nothing() -> None:

@@ -72,6 +72,18 @@ def test_copies_of_a_loss_have_its_bits(step: roamc.TrainStep, copied: Callable[
     assert other.equal(loss)
 
 
+def test_backward_of_a_deep_copy_is_that_of_the_copy(step: roamc.TrainStep) -> None:
+    loss = step(noise(4, 8)).requires_grad_()
+    other = copy.deepcopy(loss)
+    other.backward()
+    assert loss.grad is None
+    assert other.grad is not None
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        copy.deepcopy(step(noise(4, 8))).backward()
+    with pytest.raises(roamc.BackwardTwiceError):
+        step(noise(4, 8)).backward()
+
+
 def test_a_loss_that_requires_a_gradient_is_torchs(step: roamc.TrainStep) -> None:
     loss = step(noise(4, 8)).requires_grad_()
     loss.backward()
