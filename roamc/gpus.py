@@ -95,7 +95,8 @@ def gpu_of(asked: str | Bytes) -> Gpu:
     except OptionError:
         raise OptionError(f"gpu: unknown GPU {asked!r}{nearest(text, GPUS)} {advice}") from None
     if capacity < MIB:
-        raise OptionError(f"gpu: {asked!r} is {format_bytes(capacity)}; {advice}")
+        meant = f"did you mean '{text}GB'? " if text.isdecimal() else ""
+        raise OptionError(f"gpu: {asked!r} is {format_bytes(capacity)}; {meant}{advice}")
     return Gpu(format_bytes(capacity), f"GPU of {format_bytes(capacity)}", capacity)
 
 

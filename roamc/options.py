@@ -138,11 +138,10 @@ def parse_options(settings: Mapping[str, Any] | None) -> Options:
         settings["memory_budget"] = parse_budget(settings["memory_budget"])
     if isinstance(settings.get("codecs"), Mapping):
         settings["codecs"] = _with_settings(settings["codecs"])
-    if isinstance(settings.get("plan"), os.PathLike):
-        settings["plan"] = os.fspath(settings["plan"])
-    for name, kind in (("disable", "pass"), ("codecs", "codec"), ("plan", "file")):
+    for name, kind in (("disable", "pass"), ("codecs", "codec")):
         if name in settings:
             settings[name] = _names(name, kind, settings[name])
+    settings["plan"] = _files(settings.get("plan"))
     options = Options(**settings)
     _check_ranges(options)
     return options
@@ -169,6 +168,14 @@ def _unknown(name: str, names: list[str]) -> str:
             "for a GPU that is not there"
         )
     return f"unknown option {name!r}{nearest(name, (*names, *ARGUMENTS))} Valid options: {', '.join(names)}"
+
+
+def _files(value: object) -> tuple[str, ...]:
+    """Return the absolute paths of one file, several with commas between them, or a list of files; () for None."""
+    paths = [value] if isinstance(value, os.PathLike) else value
+    if isinstance(paths, list | tuple):
+        paths = [os.fspath(path) if isinstance(path, os.PathLike) else path for path in paths]
+    return tuple(map(os.path.abspath, _names("plan", "file", paths)))
 
 
 def _names(option: str, kind: str, value: object) -> tuple[str, ...]:

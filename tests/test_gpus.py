@@ -46,7 +46,7 @@ def test_names_and_sizes() -> None:
     for asked, message in (
         ("a100", "one of a100-40 and a100-80: say which"),
         ("h10", "unknown GPU 'h10'; did you mean 'h100'"),
-        ("40", "is 40 B"),
+        ("40", "is 40 B; did you mean '40GB'"),
         ("lots", "GPUs: h100, h200"),
     ):
         with pytest.raises(OptionError, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,12 @@ def test_options_are_frozen() -> None:
 def test_options_that_are_no_dict_are_refused(options: Any) -> None:
     with pytest.raises(OptionError, match="options must be a dict such as"):
         parse_options(options)
+
+
+def test_plan_files_keep_their_place_when_the_process_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = str(tmp_path / "one.json")
+    for files in ("one.json", Path("one.json"), ["one.json"], [Path("one.json")]):
+        assert parse_options({"plan": files}).plan == (there,)
+    assert parse_options({"plan": Path("a,b.json")}).plan == (str(tmp_path / "a,b.json"),)
+    assert parse_options({"plan": None}).plan == ()

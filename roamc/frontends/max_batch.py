@@ -64,6 +64,7 @@ def max_batch(
             f"max_batch takes a function of a size that returns (model, inputs, ...), not {type(make).__name__}"
         )
     check_budget(parsed)
+    check_no_plan(parsed)
     check_sizes(smallest, largest)
 
     def captured(size: int) -> TrainGraph:
@@ -95,6 +96,16 @@ def check_budget(options: Options) -> None:
             f"max_batch looks for what fits gpu={options.gpu!r}: leave memory_budget={budget!r} out, or give a size in "
             f"all, at most 'total:{gpu_of(options.gpu).capacity}'"
         )
+
+
+def check_no_plan(options: Options) -> None:
+    """Refuse plan files, which are for one size.
+
+    Raises:
+        OptionError: there are some.
+    """
+    if options.plan:
+        raise OptionError(f"max_batch plans several sizes, and {', '.join(options.plan)} is for one: leave plan out")
 
 
 def check_sizes(smallest: object, largest: object) -> tuple[int, int]:

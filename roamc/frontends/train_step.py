@@ -28,7 +28,7 @@ from roamc.capture.shared import check_shared, check_state, shared_key
 from roamc.capture.step import CapturedStep, Cohort, Source, capture_step, optimizer_key
 from roamc.capture.step_trace import LossFunction, StepRequest
 from roamc.compat_fsdp import take_apart as take_parameters_apart
-from roamc.compat_modules import buffers_of, modules_of, parameters_of
+from roamc.compat_modules import buffers_of, call_module, modules_of, parameters_of
 from roamc.errors import CaptureError, RanksError, RoamcError, VerifyError
 from roamc.frontends import optimizer_hooks
 from roamc.frontends.arguments import (
@@ -45,7 +45,7 @@ from roamc.frontends.returned_loss import with_advice
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.ranks import batch_of
 from roamc.interruptions import TRACED, interruption, uninterrupted
-from roamc.locks import Lock
+from roamc.locks import CAPTURE, Lock
 from roamc.options import Options
 from roamc.planning import together
 from roamc.planning.plan import Plan
@@ -64,7 +64,7 @@ class _Captures:
     """
 
     def __init__(self) -> None:
-        self.lock = Lock()
+        self.lock = CAPTURE
         self.thread: int | None = None
 
 
@@ -272,7 +272,7 @@ class TrainStep:
 
         Raises:
             CaptureError: names the context, such as ``torch.no_grad()``, anomaly detection, or another
-                train_step's loss function; or the optimizer's ``step`` was replaced.
+                train_step's loss function; or the optimizer's ``step`` or ``nn.Module.__call__`` was replaced.
         """
         if _captures.thread == threading.get_ident():
             raise CaptureError(
@@ -290,6 +290,11 @@ class TrainStep:
             raise CaptureError(
                 "a train_step is called while a CUDA graph is captured: the graph would repeat the learning rate and "
                 "the count of this one step; call the step itself, or use roamc.optimize"
+            )
+        if _captures.thread is None and nn.Module.__call__ is not call_module:
+            raise CaptureError(
+                f"nn.Module.__call__ was replaced, by {nn.Module.__call__.__qualname__}, which a planned step does not "
+                "run: put it back, use hooks, or use roamc.optimize"
             )
         optimizer_hooks.check_step_method(self.optimizer)
         check_around(self.model)

@@ -127,11 +127,15 @@ class Plan:
         sizes = [f"{format_bytes(sum(sizes))} {name}" for name, sizes in parts.items() if sum(sizes)]
         total = f"{format_bytes(self.total_bytes)} = {' + '.join(sizes) or 'nothing'}"
         if self.fits is None:
-            return f"{self.name} needs {total}"
+            left_out = self._left_out()
+            return f"{self.name} needs{left_out}{',' if left_out else ''} {total}"
         verdict = f"fits {_with_article(self.room)}" if self.fits else f"does not fit {_with_article(self.room)}"
         if self.added_seconds and self.step_seconds:
-            verdict += f" with {self.added_seconds / self.step_seconds:.1%} more time"
-        return f"{self.name} {verdict}: {total}"
+            verdict += f"{'' if self.fits else ' even'} with {self.added_seconds / self.step_seconds:.1%} more time"
+        return f"{self.name} {verdict}{self._left_out()}: {total}"
+
+    def _left_out(self) -> str:
+        return ", without the optimizer's states" if WITHOUT_STATES in self.notes else ""
 
     def adds_at_most(self, share: float) -> bool:
         """Whether the plan adds at most ``share`` of the predicted time of the step; 0.01 is 1 %."""
@@ -213,7 +217,8 @@ class Plan:
         )
 
     def _total_remark(self) -> str:
-        return f"of {format_bytes(self.room_bytes)}: {self.room}" if self.room_bytes else "of the whole process"
+        of = f"of {format_bytes(self.room_bytes)}: {self.room}" if self.room_bytes else "of the whole process"
+        return of + self._left_out()
 
     def _margin_rows(self) -> tuple[tuple[str, str, str], ...]:
         if not self.margin_bytes:
@@ -265,8 +270,9 @@ class Plan:
     def metrics(self, prefix: str = "roamc/") -> dict[str, int | float]:
         """Return the numbers of the plan by name, for wandb, TensorBoard and the like.
 
-        They are the attributes of these names in bytes and seconds, those with parts summed up, and ``added_share``,
-        the added time as a fraction of the step's. What is not known, or was not asked for, is left out.
+        They are the attributes of these names in bytes and seconds, those with parts summed up, ``added_share``, the
+        added time as a fraction of the step's, and ``predicted_seconds``, the time of the step with it. What is not
+        known, or was not asked for, is left out.
 
         Args:
             prefix: begins each name.
@@ -275,6 +281,7 @@ class Plan:
         numbers |= {name: sum(getattr(self, name).values()) for name in ("fixed_bytes", "margin_bytes")}
         if self.step_seconds:
             numbers["added_share"] = self.added_seconds / self.step_seconds
+            numbers["predicted_seconds"] = self.step_seconds + self.added_seconds
         return {f"{prefix}{name}": value for name, value in numbers.items() if value or name not in _UNKNOWN_IF_ZERO}
 
     def _repr_html_(self) -> str:
@@ -317,6 +324,9 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     except PlanError as error:
         raise PlanError(f"{os.fspath(path)}: {error}") from None
 
+
+WITHOUT_STATES = "forward and backward only: the optimizer's states come on top of the total"
+"""The note of a plan without an update."""
 
 _METRICS = (
     "total_bytes", "needed_bytes", "peak_bytes", "bound_bytes", "arena_bytes", "live_bytes", "least_bytes",

@@ -22,7 +22,7 @@ from roamc.passes import layout, reorder, retain
 from roamc.planning import codec_notes, other_orders
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
-from roamc.planning.plan import Plan
+from roamc.planning.plan import WITHOUT_STATES, Plan
 from roamc.units import Bytes, Seconds, format_bytes
 from roamc.version import __version__
 
@@ -145,7 +145,7 @@ def _without_states(graph: TrainGraph) -> tuple[str, ...]:
     """Return a sentence on the optimizer's states where the graph has no update, so that the total lacks them."""
     if not graph.boundary:
         return ()
-    return ("forward and backward only: the optimizer's states come on top of the total",)
+    return (WITHOUT_STATES,)
 
 
 def check_budget(planned: Planned, limit: Bytes | None) -> None:

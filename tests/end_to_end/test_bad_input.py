@@ -592,3 +592,9 @@ def test_buffers_that_share_memory_by_data_run_in_eager_with_one_warning(way: st
 
 def raised(error: Exception) -> None:
     raise error
+
+
+def test_a_replaced_call_of_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, whole = roamc.train_step(model := net(), square, sgd(model), strict=True), nn.Module.__call__
+    monkeypatch.setattr(nn.Module, "__call__", lambda module, *args: whole(module, *args) * 2)
+    refused(lambda: step(X), roamc.CaptureError, "nn.Module.__call__ was replaced", "roamc.optimize")

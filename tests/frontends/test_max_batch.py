@@ -236,3 +236,8 @@ def test_without_recomputation_nothing_runs_again() -> None:
     assert plan_for(make, free.size, None).needed_bytes <= budget < plan_for(make, free.size + 1, None).needed_bytes
     with pytest.raises(BudgetError, match=r"not even size 1, .* Sequential needs .* without recomputation, above 1 kB"):
         roamc.max_batch(make, "1kB", recomputation=False)
+
+
+def test_plan_files_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"plans several sizes, and .*one\.json is for one"):
+        roamc.max_batch(make, 20_000_000, plan="one.json")

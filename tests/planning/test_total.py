@@ -107,3 +107,11 @@ def test_every_plan_says_how_long_a_step_takes() -> None:
     assert plan.step_seconds > 0
     assert plan.budget_bytes is None
     assert json.loads(plan.to_json())["budget_bytes"] is None
+
+
+def test_a_total_without_an_update_says_what_it_lacks() -> None:
+    workload = Workload("halves", nn.Linear(4, 4), (torch.zeros(2, 4),), _loss)
+    options = parse_options({"memory_budget": "total:1MB"})
+    plan = search.run(capture(workload, forward_backward=True), options).plan
+    assert plan.headline.startswith("halves fits 1 MB, without the optimizer's states: ")
+    assert "without the optimizer's states" not in search.run(capture(workload), options).plan.headline
