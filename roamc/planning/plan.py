@@ -127,8 +127,7 @@ class Plan:
         sizes = [f"{format_bytes(sum(sizes))} {name}" for name, sizes in parts.items() if sum(sizes)]
         total = f"{format_bytes(self.total_bytes)} = {' + '.join(sizes) or 'nothing'}"
         if self.fits is None:
-            left_out = self._left_out()
-            return f"{self.name} needs{left_out}{',' if left_out else ''} {total}"
+            return f"{self.name} needs {total}{self._left_out()}"
         verdict = f"fits {_with_article(self.room)}" if self.fits else f"does not fit {_with_article(self.room)}"
         if self.added_seconds and self.step_seconds:
             verdict += f"{'' if self.fits else ' even'} with {self.added_seconds / self.step_seconds:.1%} more time"
