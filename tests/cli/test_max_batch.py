@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typer.testing import CliRunner
 
 import roamc
 from roamc.cli.commands import app
+from tests.cli.test_cli import run as run_command
+
+run = functools.partial(run_command, "max-batch")
 
 SMALL = ["--seq", "16", "--layers", "1", "--width", "32", "--heads", "4", "--vocab", "64"]
 
@@ -33,13 +37,6 @@ def file(tmp_path: Path) -> str:
     path = tmp_path / "mine.py"
     path.write_text(FILE)
     return str(path)
-
-
-def run(*arguments: str, code: int = 0) -> Any:
-    """The result of a command line; it must end with ``code``."""
-    result = CliRunner().invoke(app, ["max-batch", *arguments])
-    assert result.exit_code == code, result.output
-    return result
 
 
 def test_batch_of_a_built_in_model() -> None:

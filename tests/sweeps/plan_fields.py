@@ -29,7 +29,14 @@ from roamc.planning.plan import Plan, load_plan
 from tests.graphs import captured_step, graph_and_inputs
 from tests.models import make
 from tests.passes.test_overlap import graph_of as with_collectives
-from tests.sweeps.plan_mutants import Spot, gpt, mixed, small_graphs_have_arenas_with_holes, small_holes_are_judged
+from tests.sweeps.plan_mutants import (
+    Spot,
+    gpt,
+    mixed,
+    small_graphs_have_arenas_with_holes,
+    small_holes_are_judged,
+    spots,
+)
 
 
 def _projected() -> TrainGraph:
@@ -103,7 +110,7 @@ def applied(graph: TrainGraph, settings: dict[str, Any], plan: Plan) -> Plan:
 
 def changes(data: dict[str, Any]) -> Iterator[tuple[Spot, Any]]:
     """Every changed plan's spot, and what stands there instead; :data:`DROPPED` for an item that is taken away."""
-    for spot in _spots(data):
+    for spot in spots(data):
         value = functools.reduce(lambda inner, key: inner[key], spot, data)
         others: tuple[Any, ...] = (None, "x", 0, -1)
         if isinstance(value, int | float):
@@ -118,15 +125,6 @@ def changes(data: dict[str, Any]) -> Iterator[tuple[Spot, Any]]:
 
 DROPPED = object()
 """Stands for nothing at all, where a value was."""
-
-
-def _spots(value: Any, spot: Spot = ()) -> Iterator[Spot]:
-    """Keys to every value that holds no others, and to every list and mapping."""
-    if spot:
-        yield spot
-    items = sorted(value.items()) if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from _spots(item, (*spot, key))
 
 
 def changed(data: dict[str, Any], spot: Spot, other: Any) -> dict[str, Any]:
