@@ -30,6 +30,11 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
+def with_article(noun: str) -> str:
+    """Return the name of a class with "a" or "an" in front, as messages say what something is."""
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
 _INNER = ("roamc", "torch", "contextlib", "functools", "importlib", None)
 """Packages whose lines a warning does not point at; None is code that was generated."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from roamc.capture import joint
-from roamc.errors import CaptureError
+from roamc.errors import CaptureError, with_article
 from roamc.graph import TrainGraph
 from roamc.planning.planned import loss_advice
 
@@ -31,8 +31,8 @@ def returned_loss(model: nn.Module, *batch: Any, **named: Any) -> torch.Tensor:
     loss = _loss_of(output)
     if loss is None:
         raise CaptureError(
-            f"the output of {type(model).__name__}, {_article(type(output).__name__)}, has no loss that is a scalar "
-            "and requires a gradient: give the model labels, or a loss function"
+            f"the output of {type(model).__name__}, {with_article(type(output).__name__)}, has no loss that is a "
+            "scalar and requires a gradient: give the model labels, or a loss function"
         )
     return loss
 
@@ -81,7 +81,3 @@ def _loss_of(output: Any) -> torch.Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     scalar = isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point() and loss.requires_grad
     return loss if scalar else None
-
-
-def _article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"

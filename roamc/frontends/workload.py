@@ -20,7 +20,7 @@ from roamc.capture.batch import put_together, take_apart
 from roamc.capture.moved import CPU, moved, traced_for
 from roamc.capture.step import capture_step
 from roamc.capture.step_trace import LossFunction, StepRequest
-from roamc.errors import CaptureError, OptionError, nearest
+from roamc.errors import CaptureError, OptionError, nearest, with_article
 from roamc.frontends import own_loss
 from roamc.frontends.arguments import check_call, check_forward
 from roamc.graph import TrainGraph
@@ -305,7 +305,7 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
         function: Callable[..., Any] = member
         return function
     if hasattr(module, name):
-        raise OptionError(f"{path}: {name!r} is {_with_article(type(member).__name__)}, not a function")
+        raise OptionError(f"{path}: {name!r} is {with_article(type(member).__name__)}, not a function")
     names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     own = [key for key in names if getattr(vars(module)[key], "__module__", None) == module.__name__]
     functions = f" Its functions: {', '.join(own)}" if own else " It defines none"
@@ -354,10 +354,6 @@ def _factory(target: str, returned: Any) -> OptimizerFactory:
         )
     factory: OptimizerFactory = returned
     return factory
-
-
-def _with_article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
 def _kinds(value: Any) -> str:

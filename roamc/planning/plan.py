@@ -118,7 +118,7 @@ class Plan:
     @property
     def headline(self) -> str:
         """One sentence: what the whole process needs, of what, and whether it fits."""
-        held = [name for role, name in _HELD.items() if self.fixed_bytes.get(role)]
+        held = [name for role, name in HELD.items() if self.fixed_bytes.get(role)]
         parts = {
             _and(held): self.fixed_bytes.values(),
             "step": (self.needed_bytes,),
@@ -341,10 +341,10 @@ _UNKNOWN_IF_ZERO = ("bound_bytes", "least_bytes", "budget_bytes", "room_bytes", 
 _INSIDE = "on top of the peak: operator workspace and tensor objects, estimated"
 
 
-_HELD = {
+HELD = {
     "parameter": "parameters", "buffer": "buffers", "optimizer state": "optimizer state", "input": "inputs",
 }  # fmt: skip
-"""Roles of ``fixed_bytes`` in the words of :attr:`Plan.headline`."""
+"""Roles of ``fixed_bytes`` in the words of sentences and pages."""
 
 
 def _and(names: list[str]) -> str:

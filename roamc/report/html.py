@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from roamc import files
-from roamc.planning.plan import Plan
+from roamc.planning.plan import HELD, Plan
 from roamc.report import text
 from roamc.report.axis import Axis, step_axis, time_axis
 from roamc.report.box_chart import box_chart, largest
@@ -29,8 +29,8 @@ from roamc.units import Bytes, format_bytes, format_parts
 TIMELINE, ARENA, OUTSIDE = 240, 440, 110
 """Heights of the plots in pixels."""
 
-HELD = {"parameter": "parameters", "optimizer state": "optimizer state", "buffer": "buffers", "input": "inputs"}
-"""Roles of ``Plan.fixed_bytes`` in the words of the page, the base of the charts from below; others are inputs."""
+BASE = ("parameter", "optimizer state", "buffer", "input")
+"""Roles of ``Plan.fixed_bytes``, the base of the charts from below; others count as inputs."""
 
 MEANING = {
     "saved": "computed in forward, read in backward",
@@ -138,10 +138,10 @@ def levels(picture: Picture) -> Iterator[Level]:
 
 
 def held(plan: Plan) -> dict[str, Bytes]:
-    """Return what the caller holds by the keys of :data:`HELD`, the lowest in the charts first."""
-    sizes = dict.fromkeys(HELD, 0)
+    """Return what the caller holds by :data:`BASE`, the lowest in the charts first."""
+    sizes = dict.fromkeys(BASE, 0)
     for role, size in plan.fixed_bytes.items():
-        sizes[role if role in HELD else "input"] += size
+        sizes[role if role in BASE else "input"] += size
     return {role: size for role, size in sizes.items() if size}
 
 
