@@ -212,10 +212,10 @@ class _Assembly:
         loss, *gradients = returned_values(end)
         name_own_parts(graph)
         phase = phases_of(graph, loss)
-        self._name_modules(dict(zip(self.traced.updated, gradients, strict=False)))
+        grads = dict(zip(self.traced.updated, gradients, strict=False))
+        self._name_modules(grads)
         groups = self._groups()
         parameters = dict(zip(self.traced.parameters, inputs, strict=False))
-        grads = dict(zip(self.traced.updated, gradients, strict=False))
         handed = gradients[len(grads) :]
         feeds = self._add_inputs(graph, inputs[-1], groups)
         writer = Writer(graph, self.mode, Phase.BACKWARD)

@@ -92,9 +92,7 @@ def run(
         return PlanSearch(graph, options, deep=deep).run(quick=quick)
     check_origin(plan, graph, mark)
     applied_plan = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
-    with watch.of(PREPARE):
-        maker, start = prepared(graph, options, applied_plan, mark, deep=deep)
-    watch.seconds[PREPARE] -= sum(start.seconds.values())
+    maker, start = _prepared(watch, graph, options, applied_plan, mark, deep)
     limit = maker.options.limit_bytes
     planned = maker.make(start, None, plan.step_seconds)
     check_options(planned, options)
@@ -102,6 +100,16 @@ def run(
     planned = for_threads(planned, torch.get_num_threads())
     planned = dataclasses.replace(planned, plan=_under_terms(planned.plan, plan, maker.terms))
     return _finished(planned, maker, limit, begun, watch.seconds)
+
+
+def _prepared(
+    watch: Stopwatch, graph: TrainGraph, options: Options, plan: Plan | None, mark: str, deep: bool
+) -> tuple[PlanMaker, State]:
+    """As :func:`prepared`; ``watch`` counts what is beside the passes, which have their own times."""
+    with watch.of(PREPARE):
+        maker, start = prepared(graph, options, plan, mark, deep=deep)
+    watch.seconds[PREPARE] -= sum(start.seconds.values())
+    return maker, start
 
 
 def _under_terms(counted: Plan, loaded: Plan, terms: Terms) -> Plan:
@@ -158,9 +166,7 @@ class PlanSearch:
         """
         self._begun, self._watch = time.perf_counter(), Stopwatch()
         options = _checked(options)
-        with self._watch.of(PREPARE):
-            maker, self._start = prepared(graph, options, None, fingerprint(graph), deep=deep)
-        self._watch.seconds[PREPARE] -= sum(self._start.seconds.values())
+        maker, self._start = _prepared(self._watch, graph, options, None, fingerprint(graph), deep)
         self._maker = dataclasses.replace(maker, effort=effort)
         self.options, self.terms = self._maker.options, self._maker.terms
         self.plans, self._many = list[Plan](), many

@@ -269,9 +269,11 @@ def find_peak(graph: TrainGraph, lives: Lives) -> Peak:
     memory, born, dead, live = lives.memory, lives.born, lives.dead, lives.live
     step = int(np.argmax(live))
     operator = memory.operators[step]
-    origin = Origins(graph).of(operator.node, operator.phase)
+    origins = Origins(graph)
+    origin = origins.of(operator.node, operator.phase)
     alive = np.flatnonzero((born <= step) & (step < dead))
-    storages = sorted(describe(graph, memory, born, dead, alive), key=lambda item: (-item.nbytes, item.born, item.name))
+    described = describe(graph, origins, memory, born, dead, alive)
+    storages = sorted(described, key=lambda item: (-item.nbytes, item.born, item.name))
     return Peak(
         step=step,
         steps=len(memory.operators),
@@ -335,18 +337,21 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
     return tuple(sorted(totals.values(), key=lambda item: (-item.copied_bytes - item.allocator_bytes, item.operator)))
 
 
-def describe(graph: TrainGraph, memory: MemoryModel, born: Int64s, dead: Int64s, rows: Iterable[int]) -> Iterator[Live]:
+def describe(
+    graph: TrainGraph, origins: Origins, memory: MemoryModel, born: Int64s, dead: Int64s, rows: Iterable[int]
+) -> Iterator[Live]:
     """Yield a :class:`Live` for each storage of ``memory.counted`` whose index is in ``rows``, in their order.
 
     Args:
         graph: the graph.
+        origins: of ``graph``.
         memory: the memory model of ``graph``, with k counted storages.
         born: int64[k], the step that makes each storage.
         dead: int64[k], the step behind the last use of each.
         rows: indices into ``memory.counted``.
     """
     saved = {storage.index for storage in memory.saved}
-    origins, outputs = Origins(graph), _outputs(graph, memory)
+    outputs = _outputs(graph, memory)
     inputs = {node.name: node for node in placeholders(graph.graph)}
     for row in rows:
         storage = memory.counted[row]

@@ -129,11 +129,12 @@ def follow(graph: TrainGraph, lives: Lives, profile: DeviceProfile) -> Course:
         profile: of the device whose time is predicted.
     """
     memory, born, dead = lives.memory, lives.born, lives.dead
-    storages = tuple(describe(graph, memory, born, dead, range(len(memory.counted))))
+    origins = Origins(graph)
+    storages = tuple(describe(graph, origins, memory, born, dead, range(len(memory.counted))))
     size, steps = sizes(memory.counted), len(memory.operators)
     kinds = np.array([KINDS.index(storage.kind) for storage in storages], dtype=np.int64)
     by_kind = {kind: timeline(size * (kinds == number), born, dead, steps) for number, kind in enumerate(KINDS)}
-    return Course(_work(graph, memory, profile), storages, by_kind, lives.live)
+    return Course(_work(origins, memory, profile), storages, by_kind, lives.live)
 
 
 def draw(report: Explanation, before: Course, graph: TrainGraph, lives: Lives, profile: DeviceProfile) -> Picture:
@@ -170,8 +171,7 @@ def _trims(graph: TrainGraph, course: Course) -> tuple[Trimmed, ...]:
     return tuple(void for void in voids if void.first < void.end)
 
 
-def _work(graph: TrainGraph, memory: MemoryModel, profile: DeviceProfile) -> tuple[Work, ...]:
-    origins = Origins(graph)
+def _work(origins: Origins, memory: MemoryModel, profile: DeviceProfile) -> tuple[Work, ...]:
     places = [origins.of(operator.node, operator.phase) for operator in memory.operators]
     return tuple(
         Work(
