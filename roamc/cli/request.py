@@ -24,7 +24,7 @@ from roamc.errors import BudgetError, OptionError, nearest
 from roamc.frontends import devices
 from roamc.frontends.arguments import check_clip
 from roamc.frontends.largest import Fit, Largest
-from roamc.frontends.max_batch import check_budget, check_no_plan, check_sizes
+from roamc.frontends.max_batch import check_options, check_sizes
 from roamc.frontends.mesh import Mesh, check_tokens, noted, notes_on, on_mesh, parse_mesh, running_split
 from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings, total_bytes
 from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, parse_setting
@@ -173,8 +173,7 @@ def largest(
         BudgetError: not even the smallest fits.
     """
     options, mesh = options_of(request), mesh_of(request)
-    check_budget(options)
-    check_no_plan(options)
+    check_options(options)
     smallest, most = check_sizes(*limits)
 
     def sized(number: int) -> Request:

@@ -63,8 +63,7 @@ def max_batch(
         raise CaptureError(
             f"max_batch takes a function of a size that returns (model, inputs, ...), not {type(make).__name__}"
         )
-    check_budget(parsed)
-    check_no_plan(parsed)
+    check_options(parsed)
     check_sizes(smallest, largest)
 
     def captured(size: int) -> TrainGraph:
@@ -78,11 +77,12 @@ def max_batch(
         return Largest(captured, parsed, smallest, largest, recomputation).run()
 
 
-def check_budget(options: Options) -> None:
-    """Refuse a budget that limits no batch.
+def check_options(options: Options) -> None:
+    """Refuse a budget that limits no batch, and plan files, which are for one size.
 
     Raises:
-        OptionError: its bytes grow with the step, there is none, or the option ``gpu`` limits other bytes.
+        OptionError: the budget's bytes grow with the step, there is none, the option ``gpu`` limits other bytes, or
+            there are plan files.
     """
     budget = options.memory_budget
     total = total_bytes(budget)
@@ -96,14 +96,6 @@ def check_budget(options: Options) -> None:
             f"max_batch looks for what fits gpu={options.gpu!r}: leave memory_budget={budget!r} out, or give a size in "
             f"all, at most 'total:{gpu_of(options.gpu).capacity}'"
         )
-
-
-def check_no_plan(options: Options) -> None:
-    """Refuse plan files, which are for one size.
-
-    Raises:
-        OptionError: there are some.
-    """
     if options.plan:
         raise OptionError(f"max_batch plans several sizes, and {', '.join(options.plan)} is for one: leave plan out")
 

@@ -56,15 +56,13 @@ log = logging.getLogger(__name__)
 
 
 class _Captures:
-    """Lets one capture run at a time: meanwhile the model holds other tensors, and functions of torch are exchanged.
+    """Says who captures a step: meanwhile the model holds other tensors, and functions of torch are exchanged.
 
     Attributes:
-        lock: held during a capture.
         thread: identity of the thread that captures; None if none does.
     """
 
     def __init__(self) -> None:
-        self.lock = CAPTURE
         self.thread: int | None = None
 
 
@@ -75,7 +73,7 @@ _locks_lock = Lock()
 
 @contextlib.contextmanager
 def _capturing() -> Iterator[None]:
-    with _captures.lock.now:
+    with CAPTURE.now:
         _captures.thread = threading.get_ident()
         try:
             yield
