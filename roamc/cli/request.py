@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from roamc import ticker
 from roamc.budget import parse_budget
@@ -19,7 +19,7 @@ from roamc.cli import configs, zoo
 from roamc.cli.asked import Request
 from roamc.cli.stages import StagePlan
 from roamc.codegen.source import emit
-from roamc.cost import load_profile, step_seconds
+from roamc.cost import DeviceProfile, load_profile, step_seconds
 from roamc.errors import BudgetError, OptionError, nearest
 from roamc.frontends import devices
 from roamc.frontends.arguments import check_clip
@@ -35,7 +35,7 @@ from roamc.planning.planned import LARGER, Planned
 from roamc.report.curve import Curve, trace
 from roamc.report.explain import Explanation, Lives, explain, find_peak, lives_of
 from roamc.report.frontier import Point, frontier
-from roamc.report.picture import Course, Picture, draw, follow
+from roamc.report.picture import Picture, draw, follow
 from roamc.solvers.warm_up import warm_up
 from roamc.units import Seconds, format_bytes
 
@@ -51,6 +51,8 @@ COMPACT: Mapping[str, Callable[[Any], Any]] = {
 }
 """Settings of the optimizer that ``--set`` gives beside those of the model, with ``--optimizer compact``, by name, and
 how each is read."""
+
+C = TypeVar("C")
 
 Say = Callable[[str], None]
 """A function that is called with a few words on what is being done."""
@@ -72,7 +74,7 @@ def answer(
         CaptureError: the step cannot be captured.
         BudgetError: the plan does not fit the budget.
     """
-    return _explained(request, source, curve, say)[0]
+    return _explained(request, source, curve, say, lambda *_: None)[0]
 
 
 def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage: None) -> tuple[Point, ...]:
@@ -210,18 +212,20 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
         CaptureError: the step cannot be captured.
         BudgetError: the plan does not fit the budget.
     """
-    report, before, graph, lives = _explained(request, source, curve, say)
+    report, before, graph, lives = _explained(request, source, curve, say, follow)
     return draw(report, before, graph, lives, load_profile(main_device(graph), options_of(request).profile))
 
 
-def _explained(request: Request, source: bool, curve: bool, say: Say) -> tuple[Explanation, Course, TrainGraph, Lives]:
-    """The explanation, the course of the captured graph, and the planned graph with its lives."""
+def _explained(
+    request: Request, source: bool, curve: bool, say: Say, course: Callable[[TrainGraph, Lives, DeviceProfile], C]
+) -> tuple[Explanation, C, TrainGraph, Lives]:
+    """The explanation, the ``course`` of the captured graph, and the planned graph with its lives."""
     options, mesh = options_of(request), mesh_of(request)
     with mesh.planned_for():
         graph, seconds = _captured(request, options, mesh, say)
         lives = lives_of(graph, eager=True)
         profile = load_profile(main_device(graph), options.profile)
-        eager, before = find_peak(graph, lives), follow(graph, lives, profile)  # planning moves the nodes
+        eager, before = find_peak(graph, lives), course(graph, lives, profile)  # planning moves the nodes
         planned, traced = _planned(graph, options, seconds, say, curve)
     planned = _of_mesh(planned, request, mesh)
     lives = lives_of(planned.graph)

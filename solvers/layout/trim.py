@@ -144,8 +144,7 @@ class _IdleRanges:
 
     def __init__(self, busy: BoolArray, size: LongArray) -> None:
         self.moments = busy.shape[1]
-        rows = [row for page in range(len(busy)) for row in _free_runs(busy[page], page)]
-        self.page, self.first, self.length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        self.page, self.first, self.length = _free_runs(busy)
         self.size = size[self.page]
         self.low = np.concatenate(([0], np.cumsum(size)))[self.page]
 
@@ -211,11 +210,17 @@ def _add(rows: LongArray, first: Step, length: int, nbytes: Bytes) -> None:
     rows[:, : max(0, first + length - moments)] += nbytes
 
 
-def _free_runs(busy: BoolArray, page: int) -> Iterator[tuple[int, int, int]]:
-    """(page, first moment, length) of every run of moments in which the page is free; none if it is never used."""
-    if not busy.any():
-        return
-    start = int(np.argmax(busy))
-    edges = np.diff(np.concatenate(([1], np.roll(busy, -start).astype(np.int8), [1])))
-    for first, end in zip(np.flatnonzero(edges == -1).tolist(), np.flatnonzero(edges == 1).tolist(), strict=True):
-        yield page, (first + start) % len(busy), end - first
+def _free_runs(busy: BoolArray) -> tuple[LongArray, LongArray, LongArray]:
+    """(pages, first moments, lengths) of all runs of moments in which a page is free; none of pages never used.
+
+    Sorted by page; in a page, from the first moment on at which it is used, and round.
+    """
+    moments = busy.shape[1]
+    before = np.roll(busy, 1, axis=1)
+    used = np.argmax(busy, axis=1)
+    page, first = np.nonzero(before & ~busy)
+    begins = (first - used[page]) % moments
+    pages, ends = np.nonzero(busy & ~before)
+    ends = (ends - used[pages] - 1) % moments + 1
+    order = np.lexsort((begins, page))
+    return page, first[order], ends[np.lexsort((ends, pages))] - begins[order]
