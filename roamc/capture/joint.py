@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from roamc import compat_aot, compat_dynamo
 from roamc.capture import attributes, communication, module_paths, recurrent, refusals, user_line
+from roamc.capture.addresses import memories
 from roamc.capture.batch import put_together, take_apart, tensors_in
 from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.own_gradients import own_gradients
@@ -48,7 +49,7 @@ from roamc.graph import (
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.origin import OUTPUT, put_module
 from roamc.graph.rewrite import given, mode_of, value_of
-from roamc.graph.storage_ids import addresses, addresses_of, number
+from roamc.graph.storage_ids import StorageId, addresses, addresses_of, number
 from roamc.interruptions import TRACED, uninterrupted
 from roamc.locks import CAPTURE
 from roamc.operators import ops
@@ -111,13 +112,19 @@ def capture(
     places = compat_aot.output_places(halves[0].graph)
     arguments: list[tuple[int | str, Any]] = [*enumerate(batch), *named.items()]
     inputs = [*static, *(key for key, value in arguments for _ in tensors_in(value))]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    shared = memories((*model.parameters(), *model.buffers()), tensors)
     if len(halves) == 1:
-        return _named(inference(halves[0], static, name), paths, inputs, places)
-    return _named(stitch(halves[0], halves[1], outputs, static, name), paths, inputs, places)
+        return _named(inference(halves[0], static, name), paths, inputs, places, shared)
+    return _named(stitch(halves[0], halves[1], outputs, static, name), paths, inputs, places, shared)
 
 
 def _named(
-    graph: TrainGraph, outputs: Sequence[str], inputs: Sequence[int | str], places: Mapping[int, int]
+    graph: TrainGraph,
+    outputs: Sequence[str],
+    inputs: Sequence[int | str],
+    places: Mapping[int, int],
+    shared: Sequence[StorageId | None],
 ) -> TrainGraph:
     """Name ``graph``'s values as the user does: outputs by their paths, tangents after them, inputs after arguments.
 
@@ -126,6 +133,7 @@ def _named(
         outputs: paths of what the model returned.
         inputs: keys of the arguments that inputs come from, with static ones in front.
         places: from a position among ``outputs`` to one among the graph's results.
+        shared: memory of each argument that it shares with another, which its input is told of; else None.
     """
     results = output_values(graph.graph)
     for position, place in places.items():
@@ -136,8 +144,11 @@ def _named(
         if port.role is Role.TANGENT:
             position = compat_aot.output_of(node)
             return port if position is None else replace(port, name=f"gradient of output{outputs[position]}")
-        position = compat_aot.input_of(node) if port.role is Role.INPUT else None
-        return port if position is None else replace(port, name=f"batch[{inputs[position]!r}]")
+        position = compat_aot.input_of(node)
+        if position is None:
+            return port
+        name = f"batch[{inputs[position]!r}]" if port.role is Role.INPUT else port.name
+        return replace(port, name=name, memory=shared[position])
 
     return graph.replace(inputs=tuple(map(port, placeholders(graph.graph), graph.inputs)))
 

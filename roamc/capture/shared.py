@@ -10,13 +10,13 @@ State of the optimizer has storages of its own there, too.
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from roamc.capture.addresses import extent, sharing
 from roamc.capture.step import Source
 from roamc.compat import identity
 from roamc.compat_dtensor import part_of
@@ -25,29 +25,6 @@ from roamc.graph import TrainGraph, attribute, operators, placeholders
 from roamc.graph.storage_ids import all_ids
 from roamc.operators import ops
 from roamc.units import Bytes
-
-
-def sharing(tensors: Iterable[torch.Tensor], alone: Iterable[torch.Tensor] = ()) -> tuple[tuple[int, ...], ...]:
-    """Return groups of positions in ``tensors``: those of a group have one storage, or storages that overlap.
-
-    So have two tensors of one array of numpy. A group has at least two members; whether their elements overlap does not
-    matter. Of a tensor of ``alone``, whose positions follow, the elements count instead of the storage.
-    """
-    memories = (*map(_memory, tensors), *map(_extent, alone))
-    pairs = sorted(filter(None, memories))
-    starts, ends = zip(*pairs, strict=True) if pairs else ((), ())
-    if not any(map(operator.gt, ends, starts[1:])):  # as in nearly all models, of which some have thousands
-        return ()
-    places = sorted((*memory, position) for position, memory in enumerate(memories) if memory is not None)
-    groups: list[list[int]] = []
-    furthest = 0
-    for start, end, position in places:
-        if groups and start < furthest:
-            groups[-1].append(position)
-        else:
-            groups.append([position])
-        furthest = max(furthest, end)
-    return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
 
 
 def shared_key(
@@ -112,7 +89,7 @@ def _overlapping(tensors: Sequence[torch.Tensor], group: Iterable[int], least: i
 
     Pairs of which both positions are below ``least`` are left out.
     """
-    for pair in _meeting((*_extent(tensors[place]), place) for place in group):
+    for pair in _meeting((*extent(tensors[place]), place) for place in group):
         first, second = sorted(pair)
         if second >= least and may_overlap(tensors[first], tensors[second]):
             yield first, second
@@ -145,7 +122,7 @@ def may_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
         first: a tensor of any strides.
         second: another with elements in the same storage.
     """
-    (start, end), (other_start, other_end) = _extent(first), _extent(second)
+    (start, end), (other_start, other_end) = extent(first), extent(second)
     if end <= other_start or other_end <= start:
         return False
     (block, distances), (other_block, other_distances) = _blocks(first), _blocks(second)
@@ -181,11 +158,11 @@ def check_state(graph: TrainGraph, tensors: dict[Source, torch.Tensor], optimize
         CaptureError: names both tensors.
     """
     tensors = _constants(graph) | tensors
-    extents = [(*_extent(tensor), (_words(source, tensors), False)) for source, tensor in tensors.items()]
+    extents = [(*extent(tensor), (_words(source, tensors), False)) for source, tensor in tensors.items()]
     for source, tensor in tensors.items():
         for key, value in optimizer.state.get(tensor, {}).items() if source.kind == "parameter" else ():
             if isinstance(value, torch.Tensor):
-                extents.append((*_extent(value), (f"{key!r} of {source.name!r} in the optimizer's state", True)))
+                extents.append((*extent(value), (f"{key!r} of {source.name!r} in the optimizer's state", True)))
     for (first, first_is_state), (second, second_is_state) in _meeting(extents):
         if first_is_state or second_is_state:
             mine, other = (second, first) if second_is_state else (first, second)
@@ -197,19 +174,6 @@ def _constants(graph: TrainGraph) -> dict[Source, torch.Tensor]:
     names = dict.fromkeys(str(node.target) for node in graph.graph.find_nodes(op="get_attr"))
     held = {Source("constant", name): attribute(graph.module, name) for name in names}
     return {source: value for source, value in held.items() if isinstance(value, torch.Tensor)}
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address of a tensor's elements, and the one behind its last; of a DTensor, of this rank's part."""
-    if type(tensor) is not torch.Tensor:  # asked for each tensor of the optimizer's state at every step
-        tensor = part_of(tensor)
-    size, start = tensor.nbytes, tensor.data_ptr()
-    if not size:
-        return 0, 0
-    if not tensor.is_contiguous():
-        steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        size = (steps + 1) * tensor.element_size()
-    return start, start + size
 
 
 _ALIASED = re.compile(r"input \d+ \((.+?)\) and input \d+ \((.+?)\) share storage but are not differentiable views")
@@ -243,15 +207,3 @@ def _words(source: Source, tensors: Mapping[Source, torch.Tensor]) -> str:
     if source.kind == "constant":
         return f"a tensor of shape {tuple(tensors[source].shape)} that was made before the step"
     return f"{source.kind} {source.name!r}"
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The addresses at which a tensor's storage begins and ends; None where it is empty.
-
-    On the meta device, where a storage has no address, the number of the storage and the next one.
-    """
-    storage = part_of(tensor).untyped_storage()
-    if not storage.nbytes():
-        return None
-    start = storage.data_ptr()
-    return (start, start + storage.nbytes()) if start else (identity(part_of(tensor)), identity(part_of(tensor)) + 1)

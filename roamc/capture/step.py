@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from roamc import compat, compat_dynamo
 from roamc.capture import fully_sharded
+from roamc.capture.addresses import memories
 from roamc.capture.attributes import Change
 from roamc.capture.closures import check_written, join_constants
 from roamc.capture.collectives import join, name_own_parts
@@ -266,6 +267,8 @@ class _Assembly:
             yield Port(f"gradient of batch[{index}]", Role.GRADIENT, Phase.BACKWARD)
 
     def _describe_inputs(self, inputs: list[fx.Node]) -> None:
+        kept = (*self.traced.parameters.values(), *self.traced.buffers.values())
+        batch = [self.request.leaves[index] for index in self.traced.tensor_leaves]
         for name in self.traced.parameters:
             self._describe(Port(name, Role.PARAMETER), Source("parameter", name))
         for name in self.traced.buffers:
@@ -274,6 +277,8 @@ class _Assembly:
             self._describe(Port(f"batch[{index}]", Role.INPUT), Source("batch", index=index))
         if len(inputs) != len(self.ports):
             raise CaptureError(f"tracing gave {len(inputs)} inputs for {len(self.ports)} tensors")
+        shared = zip(self.ports, memories(kept, batch), strict=True)
+        self.ports = [port if memory is None else replace(port, memory=memory) for port, memory in shared]
 
     def _describe(self, port: Port, source: Source) -> None:
         self.ports.append(port)

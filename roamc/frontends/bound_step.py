@@ -16,10 +16,12 @@ from roamc.capture.shared import shared_key
 from roamc.capture.step import CapturedStep, Cohort, check_devices, cohort_of
 from roamc.capture.step_trace import StepRequest
 from roamc.compat_dtensor import is_dtensor, part_of
-from roamc.graph import TrainGraph, attribute
+from roamc.graph import Port, TrainGraph, attribute
+from roamc.graph.storage_ids import StorageId
 from roamc.interruptions import uninterrupted
 from roamc.planning.plan import Plan
 from roamc.runtime.program import Whole
+from roamc.units import Bytes
 
 STEP_DONE = (
     "roamc.train_step held this signal back until its step was whole: parameters and optimizer state are those after it"
@@ -43,6 +45,7 @@ class BoundStep:
         outside: constants that the user has as well, who may give them other memory, as ``.data =`` does.
         places: how they lay in memory, and what shared it, when the step was captured, see :meth:`_places`.
         sources: where each argument of the program comes from, as in :class:`CapturedStep`.
+        shared: which of these shared the caller's memory when the step was captured, see :func:`_shared`.
         cohort: name of a parameter to the number of the parameters that are updated with the same numbers.
         group: name of a parameter to its parameter group in the optimizer.
         parameters, buffers: name to the dict of a module, and the key in it, where the live tensor stands.
@@ -61,6 +64,7 @@ class BoundStep:
         self.model = request.model
         self.optimizer = request.optimizer
         self.sources = captured.sources
+        self.shared = _shared(captured.graph.inputs)
         self.handed = captured.handed
         self.questions = captured.questions
         self.cohort = _numbered(captured.cohorts)
@@ -82,6 +86,7 @@ class BoundStep:
             self.plan.fingerprint == mark
             and self.whole.executable.planned.covers(torch.get_num_threads())
             and self.sources == captured.sources
+            and self.shared == _shared(captured.graph.inputs)  # which the fingerprint does not see either
             and self.handed == captured.handed
             and self.cohort == _numbered(captured.cohorts)
             and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}
@@ -220,6 +225,13 @@ def _accumulate(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
             leaf.grad = gradient
         else:
             torch.autograd.backward(leaf, gradient)
+
+
+def _shared(inputs: Sequence[Port]) -> tuple[tuple[int, Bytes] | None, ...]:
+    """Return for each of ``inputs`` that shares the caller's memory the first input that does, and its bytes."""
+    first: dict[StorageId, int] = {}
+    memories = enumerate(port.memory for port in inputs)
+    return tuple(memory and (first.setdefault(memory, at), memory.nbytes) for at, memory in memories)
 
 
 def _constants(graph: TrainGraph) -> list[tuple[torch.Tensor, bool]]:

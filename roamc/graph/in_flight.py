@@ -45,6 +45,11 @@ def _batch_bytes(graph: TrainGraph, memory: MemoryModel) -> Bytes:
     """The bytes of batch tensors that BACKWARD or UPDATE uses."""
     behind = {index for index, operator in enumerate(memory.operators) if operator.phase is not Phase.FORWARD}
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
-    batch = [node for node, port in fed if port.role is Role.INPUT]
-    held = {memory.storage_of(node, place).index for node in batch for place, _ in tensors_of(node)}
-    return sum(memory.storages[index].nbytes for index in held if not behind.isdisjoint(memory.uses[index]))
+    held = {
+        port.memory or storage
+        for node, port in fed
+        if port.role is Role.INPUT
+        for storage in (memory.storage_of(node, place) for place, _ in tensors_of(node))
+        if not behind.isdisjoint(memory.uses[storage.index])
+    }
+    return sum(each.nbytes for each in held)

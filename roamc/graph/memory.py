@@ -507,14 +507,14 @@ def written_inputs(graph: TrainGraph, nodes: Iterable[fx.Node]) -> set[str]:
 def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
     """Return the bytes of the storages of inputs, by the value of the inputs' :class:`Role`, such as "parameter".
 
-    Tangents are left out. A storage that several inputs share counts once, for the first of them.
+    Tangents are left out. Memory that several inputs share counts once, for the first of them.
     """
     total: dict[str, Bytes] = {}
     seen: set[StorageId] = set()
     for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True):
         if port.role is Role.TANGENT:
             continue
-        for storage in ids_of(node):
+        for storage in ids_of(node) if port.memory is None else (port.memory,):
             if storage not in seen:
                 seen.add(storage)
                 total[port.role.value] = total.get(port.role.value, 0) + storage.nbytes

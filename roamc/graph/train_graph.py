@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -20,6 +20,9 @@ from roamc.graph.layout import Layout
 from roamc.operators.ops import Need
 from roamc.operators.table import Kind
 from roamc.units import Bytes
+
+if TYPE_CHECKING:
+    from roamc.graph.storage_ids import StorageId
 
 
 class Phase(enum.IntEnum):
@@ -66,12 +69,15 @@ class Port:
         phase: the part of the step that it enters in (inputs) or leaves in (outputs).
         overwritten: of an input, whether the caller writes to it when forward has run, which no operator shows: what
             backward reads of it is not what forward read.
+        memory: of an input, the caller's memory that it lies in with other inputs, and its bytes; None if it shares
+            none, or only with inputs of the same storage in the graph. Programs do not depend on it.
     """
 
     name: str
     role: Role
     phase: Phase = Phase.FORWARD
     overwritten: bool = False
+    memory: StorageId | None = None
 
 
 @dataclass(frozen=True)

@@ -271,8 +271,9 @@ def _waiting(graph: TrainGraph, lives: dict[str, Life]) -> Bytes:
     if graph.calls:
         return max((graph.in_flight - 1) * kept, (graph.in_flight - 2) * kept + gradients)
     fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
-    batch = {shared.of(own) for node, port in fed if port.role is Role.INPUT for *_, own in placed(node)}
-    return (graph.in_flight - 1) * (saved + sum(own.nbytes for own in batch & read))
+    batch = [(shared.of(own), port) for node, port in fed if port.role is Role.INPUT for *_, own in placed(node)]
+    held = {port.memory or own for own, port in batch if own in read}
+    return (graph.in_flight - 1) * (saved + sum(own.nbytes for own in held))
 
 
 def _too_low(nbytes: Bytes, where: str, claimed_bytes: Bytes) -> str:

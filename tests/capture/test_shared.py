@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import roamc
-from roamc.capture.shared import may_overlap, sharing
+from roamc.capture.addresses import sharing
+from roamc.capture.shared import may_overlap
 from tests.end_to_end.helpers import assert_same, eager_step, noise, sgd, state_of, tensors_of
 
 

@@ -105,3 +105,16 @@ def test_judge_names_a_layout_that_forgets_those_in_flight() -> None:
     wrong = dataclasses.replace(layout, needed_bytes=layout.needed_bytes - planned_graph.plan.waiting_bytes)
     with pytest.raises(VerifyError, match=f"above the {wrong.needed_bytes} that the layout says"):
         check_layout(planned_graph.graph.replace(layout=wrong))
+
+
+def test_a_batch_tensor_that_comes_twice_waits_once() -> None:
+    model, x = nn.Linear(16, 16), torch.zeros(64, 16)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return (model(x) * y).square().sum()  # type: ignore[no-any-return]
+
+    def waiting(*batch: Tensor) -> int:
+        graph = captured_step(model, batch, loss, torch.optim.SGD).graph
+        return search.run(graph.replace(in_flight=2), parse_options({"profile": "cpu"})).plan.waiting_bytes
+
+    assert waiting(x, x) == waiting(x, x.clone()) - x.nbytes

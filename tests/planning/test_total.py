@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import roamc
 from roamc.errors import BudgetError, OptionError
 from roamc.frontends.workload import Workload, capture
 from roamc.gpus import CONTEXT, GPUS, LIBRARIES
@@ -16,6 +20,7 @@ from roamc.options import parse_options
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.units import format_bytes
+from tests.cli.test_cli import run
 
 
 def _loss(model: nn.Module, *batch: Tensor) -> Tensor:
@@ -115,3 +120,107 @@ def test_a_total_without_an_update_says_what_it_lacks() -> None:
     plan = search.run(capture(workload, forward_backward=True), options).plan
     assert plan.headline.startswith("halves fits 1 MB, without the optimizer's states: ")
     assert "without the optimizer's states" not in search.run(capture(workload), options).plan.headline
+
+
+class Two(nn.Module):
+    """Reads two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) + y
+
+
+ROWS = 32 * 16 * 4
+"""Bytes of a tensor of 32 rows."""
+
+SHARED: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], int]] = {
+    "two tensors": (lambda rows: (rows[:32].clone(), rows[32:64].clone()), 2 * ROWS),
+    "one twice": (lambda rows: (rows, rows), 2 * ROWS),
+    "detached": (lambda rows: (rows, rows.detach()), 2 * ROWS),
+    "halves": (lambda rows: (rows[:32], rows[32:]), 2 * ROWS),
+    "shifted": (lambda rows: (rows[:-1], rows[1:]), 2 * ROWS),
+}
+
+
+def _by_plan(model: nn.Module, batch: tuple[Tensor, ...]) -> Plan:
+    return roamc.plan(model, *batch, loss_fn=_loss, optimizer=torch.optim.SGD(model.parameters()))
+
+
+def _by_step(model: nn.Module, batch: tuple[Tensor, ...]) -> Plan:
+    step = roamc.train_step(model, _loss, torch.optim.SGD(model.parameters()))
+    step(*batch)
+    return roamc.plans(step)[0]
+
+
+def _by_optimize(model: nn.Module, batch: tuple[Tensor, ...]) -> Plan:
+    _loss(roamc.optimize(model), *batch).backward()
+    return roamc.plans(model)[0]
+
+
+def _by_compile(model: nn.Module, batch: tuple[Tensor, ...]) -> Plan:
+    _loss(torch.compile(model, backend="roamc"), *batch).backward()  # type: ignore[arg-type]
+    return roamc.plans()[-1]
+
+
+WAYS: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Plan]] = {
+    "plan": _by_plan,
+    "plan of a module": lambda model, batch: roamc.plan(model, *batch, forward_backward=True),
+    "train_step": _by_step,
+    "optimize": _by_optimize,
+    "compile": _by_compile,
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_that_inputs_share_counts_once(way: str, case: str) -> None:
+    pair, held = SHARED[case]
+    assert WAYS[way](Two(), pair(torch.randn(64, 16))).fixed_bytes["input"] == held
+
+
+def test_memory_that_inputs_share_counts_once_on_the_meta_device_and_with_parameters() -> None:
+    with torch.device("meta"):
+        model, rows = Two(), torch.empty(16, 16)
+    assert _by_plan(model, (rows, rows[:])).fixed_bytes["input"] == rows.nbytes
+    model = nn.Linear(16, 16)
+    held = _by_plan(model, (model.weight.detach(),)).fixed_bytes
+    assert sum(held.values()) == model.weight.nbytes + model.bias.nbytes
+
+
+def test_a_step_has_a_plan_for_tensors_that_are_one_and_another_for_two() -> None:
+    step: Any = roamc.train_step(model := Two(), _loss, torch.optim.SGD(model.parameters()))
+    x, y = torch.randn(32, 16), torch.randn(32, 16)
+    for batch, held in (((x, y), 2 * ROWS), ((x, x), ROWS), ((y, x), 2 * ROWS), ((y, y), ROWS)):
+        step(*batch)
+        assert roamc.plans(step)[-1].fixed_bytes["input"] == held
+    assert len(roamc.plans(step)) == 2
+
+
+ONE_TENSOR = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, input_ids, labels):
+        return (self.layer(input_ids) - labels).square().mean()
+
+
+def make():
+    ids = torch.zeros(32, 16)
+    return Net(), {"input_ids": ids, "labels": ids}, lambda m, **b: m(**b)
+"""
+
+
+def test_memory_that_inputs_share_counts_once_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(ONE_TENSOR)
+    answer = json.loads(run("plan", f"{path}:make", "--json").stdout)
+    assert answer["fixed_bytes"]["input"] == ROWS
