@@ -139,6 +139,7 @@ FIRST: dict[str, int] = {
     "tests/end_to_end/test_whole_storages.py::test_saved_tensors_keep_what_lies_around_them": 6,
     "tests/end_to_end/test_without_arena.py::test_optimize_equals_aot_eager": 4,
     "tests/end_to_end/test_without_arena.py::test_train_step_equals_eager": 10,
+    "tests/frontends/test_max_batch.py::test_a_plan_of_the_largest_size_fits_and_of_the_next_does_not": 4,
     "tests/graph/test_fingerprint.py::test_three_processes_with_three_hash_seeds_agree": 0,
     "tests/graph/test_keep.py::test_checkpoint_by_hand_lowers_the_peak_without_a_budget": 1,
     "tests/graph/test_keep.py::test_nothing_made_inside_keep_is_made_again": 1,

@@ -83,7 +83,8 @@ class Largest:
         options: what the user set; the budget does not depend on the step.
         smallest: the first size that counts.
         largest: the last one.
-        recomputation: whether operators may run again and values be encoded.
+        recomputation: whether operators may run again and values be encoded; without it the option ``disable`` has pass
+            retain.
         answer: the graph and the plan of the largest size so far that fits.
     """
 
@@ -93,7 +94,8 @@ class Largest:
     largest: int
     recomputation: bool = True
     _looks: dict[int, _Look] = field(default_factory=dict)
-    _planned: list[int] = field(default_factory=list)
+    _refused: dict[int, bool] = field(default_factory=dict)  # sizes that do not fit, and whether that is for certain
+    _planned: dict[int, None] = field(default_factory=dict)
     _answers: list[bool] = field(default_factory=list)  # whether the planned sizes fit
     _trials: tuple[int, PlanSearch] | None = None
     answer: Planned | None = None
@@ -102,6 +104,8 @@ class Largest:
 
     def __post_init__(self) -> None:
         self._low, self._high = self.smallest - 1, self.largest + 1  # fits; does not fit
+        if not self.recomputation:
+            self.options = replace(self.options, disable=(*self.options.disable, "retain"))
 
     @older_objects_left_alone()
     def run(self) -> Fit:
@@ -111,7 +115,7 @@ class Largest:
             BudgetError: not even the smallest size fits.
             CaptureError: all sizes give the same step.
         """
-        while self._high - self._low > 1:
+        while self._high - self._low > 1 or not self._refused.get(self._high, True):
             size = self._guess()
             if size in self._looks:
                 self._plan(size)
@@ -126,9 +130,8 @@ class Largest:
     def _search(self, size: int) -> PlanSearch:
         """The search for plans of the step of a size; that of the size before is dropped."""
         if self._trials is None or self._trials[0] != size:
-            options = self.options if self.recomputation else replace(self.options, memory_budget=None)
-            graph = together.as_alone(self.captured(size), options)
-            self._trials = size, PlanSearch(graph, options, many=not self.recomputation)
+            graph = together.as_alone(self.captured(size), self.options)
+            self._trials = size, PlanSearch(graph, self.options, many=True)
         return self._trials[1]
 
     def _limit(self, search: PlanSearch) -> Bytes:
@@ -144,34 +147,35 @@ class Largest:
             limit = self._limit(search)
             look = self._looks[size] = _Look(search.least_bytes(limit), limit, search.fingerprint)
         if look.least > look.limit:
-            self._high = min(size, self._high)
+            self._refuse(size)
+
+    def _refuse(self, size: int, *, certain: bool = True) -> None:
+        self._refused[size] = certain
+        self._high = min(size, self._high)
 
     def _plan(self, size: int) -> None:
-        """Plan the step of a size, and note whether it fits."""
-        look = self._looks[size]
+        """Plan the step of a size, and note whether it fits.
+
+        A quick search may refuse a size that the plan of ``"min"`` would fit: right behind one that fits, it is not.
+        """
+        look, quick = self._looks[size], size - self._low > 1
         with ticker.part(self._so_far(f"trying {size}")):
             try:
-                planned = self._search(size).run(quick=True)
+                planned = self._search(size).run(quick=quick)
                 needed = planned.plan.needed_bytes
             except BudgetError as error:
                 needed = _lowest(error).needed_bytes
         fits = needed <= look.limit
         if fits:
-            self._low, self.answer = size, self._in_room(planned)
+            self._low, self.answer = size, planned
+            self._high = min((each for each in self._refused if each > size), default=self.largest + 1)
             self._factor = min(self._factor, look.limit / max(1, look.least))
         else:
-            self._high = size
+            self._refuse(size, certain=not quick)
             self._factor = needed / max(1, look.least)
         self._seen = len(self._looks)
-        self._planned.append(size)
+        self._planned[size] = None
         self._answers.append(fits)
-
-    def _in_room(self, planned: Planned) -> Planned:
-        """The plan with what is to hold the process: one that was made without a budget does not know a total."""
-        room = self.options.room
-        if room is None:
-            return planned
-        return replace(planned, plan=replace(planned.plan, room=room.title, room_bytes=room.capacity))
 
     def _so_far(self, then: str) -> str:
         if self.answer is None:
@@ -219,13 +223,13 @@ class Largest:
     def _nothing(self) -> BudgetError:
         """The error that not even the smallest size fits."""
         try:
-            plan = self._search(self.smallest).run().plan
+            self._search(self.smallest).run()
         except BudgetError as error:
-            plan, why = _lowest(error), str(error).removesuffix(SMALLER)
-        else:
-            needed, limit = plan.needed_bytes, self._looks[self.smallest].limit
-            why = f"{plan.name} needs {format_bytes(needed)} without recomputation, above {format_bytes(limit)}"
-        return BudgetError(f"not even size {self.smallest}, the smallest that is tried, fits: {why}", plan)
+            why = str(error).removesuffix(SMALLER)
+            return BudgetError(
+                f"not even size {self.smallest}, the smallest that is tried, fits: {why}", _lowest(error)
+            )
+        raise AssertionError(f"the lower bound of size {self.smallest} is above what its plan needs")
 
     def _check_growth(self, plan: Plan) -> None:
         """Refuse a step that is the same for the answer as for the smallest size."""

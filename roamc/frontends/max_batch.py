@@ -47,7 +47,8 @@ def max_batch(
         largest: largest size to try.
         forward_backward: plan without the optimizer's update, as for ``torch.compile``.
         recomputation: whether operators may run again and values be encoded to keep the budget, which takes time.
-            Without it, the answer is what fits at no cost in time.
+            Without it, plans are those of the option ``disable="retain"``, and the answer is what fits at no cost in
+            time.
         device: "cuda" plans for a GPU that need not be there, as for :func:`roamc.plan`; so does the option ``gpu``.
         options: see :class:`roamc.options.Options`.
 

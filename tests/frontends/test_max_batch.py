@@ -58,18 +58,22 @@ def total(size: int, **options: Any) -> int:
     return plan.total_bytes
 
 
+PLAIN: dict[bool, dict[str, Any]] = {True: {}, False: {"disable": "retain"}}
+"""Options of a plan, by the ``recomputation`` of :func:`roamc.max_batch`."""
+
+
 @pytest.mark.parametrize("recomputation", [True, False])
 @pytest.mark.parametrize("options", [{"memory_budget": "total:1MB"}, {"gpu": "620MB"}, {"gpu": "l4", "largest": 9}])
 def test_the_whole_process_of_the_largest_size_fits(options: dict[str, Any], recomputation: bool) -> None:
     fit = roamc.max_batch(make, recomputation=recomputation, **options)
     named = {name: value for name, value in options.items() if name != "largest"}
-    assert 0 < total(fit.size, **named) <= fit.plan.room_bytes
+    assert 0 < total(fit.size, **named, **PLAIN[recomputation]) <= fit.plan.room_bytes
     assert fit.plan.device == ("cuda" if "gpu" in options else "cpu")
     if "largest" in options:
         assert (fit.size, fit.too_large) == (9, None)
-    elif recomputation:
+    else:
         assert fit.too_large == fit.size + 1
-        assert not total(fit.size + 1, **named)
+        assert not total(fit.size + 1, **named, **PLAIN[recomputation])
 
 
 def test_a_gpu_in_part_of_its_memory() -> None:
@@ -184,11 +188,11 @@ def made_of(widths: list[int]) -> Any:
     return make
 
 
-def plan_for(make: Any, size: int, budget: int | None) -> roamc.Plan:
+def plan_for(make: Any, size: int, budget: int | str | None, **options: Any) -> roamc.Plan:
     with torch.device("meta"):
         model, batch, _ = make(size)
     optimizer = torch.optim.AdamW(model.parameters())
-    return roamc.plan(model, *batch, loss_fn=loss, optimizer=optimizer, memory_budget=budget)
+    return roamc.plan(model, *batch, loss_fn=loss, optimizer=optimizer, memory_budget=budget, **options)
 
 
 @pytest.mark.parametrize("recomputation", [True, False])
@@ -203,7 +207,7 @@ def test_same_answer_as_every_size_tried(seed: int, recomputation: bool) -> None
 
     def fits(size: int) -> bool:
         try:
-            return plan_for(build, size, budget if recomputation else None).needed_bytes <= budget
+            return plan_for(build, size, budget, **PLAIN[recomputation]).needed_bytes <= budget
         except BudgetError:
             return False
 
@@ -216,6 +220,63 @@ def test_same_answer_as_every_size_tried(seed: int, recomputation: bool) -> None
     assert fit.size in sizes
     assert sizes == list(range(first, fit.size + 1)), "smaller sizes than one that fits do not fit: another seed"
     assert fit.too_large == (fit.size + 1 if fit.size < last else None)
+
+
+class Attention(nn.Module):
+    """One layer over sequences of 12 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 48, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.view(-1, 12, 16))  # type: ignore[no-any-return]
+
+
+SMALL_MODELS: dict[str, Any] = {
+    "wide": made_of([64, 1024, 10]),
+    "deep": made_of([24] * 6),
+    "convolutions": lambda size: (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)),
+        (torch.empty(size, 3, 12, 12),), loss,
+    ),
+    "attention": lambda size: (Attention(), (torch.empty(size, 192),), loss),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recomputation", [True, False])
+@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_a_plan_of_the_largest_size_fits_and_of_the_next_does_not(name: str, total: bool, recomputation: bool) -> None:
+    build, dice = SMALL_MODELS[name], random.Random(f"{name} {total} {recomputation}")
+    for size in (dice.randrange(20, 60), dice.randrange(300, 900)):
+        free = plan_for(build, size, None)  # a budget about where its layout decides
+        nbytes = (free.total_bytes if total else free.needed_bytes) - dice.randrange(free.needed_bytes // size)
+        budget = f"total:{nbytes}" if total else nbytes
+        fit = roamc.max_batch(build, budget, recomputation=recomputation)
+        assert plan_for(build, fit.size, budget, **PLAIN[recomputation]).needed_bytes == fit.plan.needed_bytes
+        with pytest.raises(BudgetError):
+            plan_for(build, fit.size + 1, budget, **PLAIN[recomputation])
+
+
+def test_a_layout_for_the_budget_decides_without_recomputation() -> None:
+    """Of 2223 rows a plan without a budget takes 20.005 MB, and one for 20 MB fits."""
+
+    def make(size: int) -> tuple[Any, ...]:
+        model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 10))
+        return model, (torch.empty(size, 64), torch.empty(size, dtype=torch.long)), of_classes
+
+    fit = roamc.max_batch(make, "total:20MB", recomputation=False)
+    with torch.device("meta"):
+        model, batch, _ = make(2223)
+    adamw = torch.optim.AdamW(model.parameters())
+    plan = roamc.plan(model, *batch, loss_fn=of_classes, optimizer=adamw, memory_budget="total:20MB")
+    assert plan.added_seconds == 0
+    assert fit.size >= 2223
+
+
+def of_classes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
 
 
 def test_few_sizes_are_planned() -> None:
@@ -233,8 +294,7 @@ def test_without_recomputation_nothing_runs_again() -> None:
     assert fit.added_share > 0
     assert free.added_share == 0
     assert free.plan.added_seconds == 0
-    assert plan_for(make, free.size, None).needed_bytes <= budget < plan_for(make, free.size + 1, None).needed_bytes
-    with pytest.raises(BudgetError, match=r"not even size 1, .* Sequential needs .* without recomputation, above 1 kB"):
+    with pytest.raises(BudgetError, match=r"not even size 1, .* Sequential needs .*=1 kB, without recomputation;"):
         roamc.max_batch(make, "1kB", recomputation=False)
 
 
