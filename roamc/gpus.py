@@ -108,23 +108,29 @@ LIBRARIES: Bytes = 64 * MIB
 """Workspaces of cuBLAS (32 MiB a handle on a Hopper, 8 MiB before it) and of cuDNN."""
 
 ROUNDING = 0.02
-"""Share of parameters and states that torch's caching allocator loses to whole blocks of 2 and 20 MiB."""
+"""Share of what lies with torch's caching allocator that it loses to whole blocks of 2 and 20 MiB; not of an arena."""
 
 NCCL: Bytes = 512 * MIB
 """Buffers and channels of one communicator of NCCL."""
 
 
-def margin(fixed: Bytes, groups: int) -> dict[str, Bytes]:
+def rounding(nbytes: Bytes) -> Bytes:
+    """Return what torch's caching allocator loses by rounding where it holds ``nbytes`` bytes."""
+    return int(nbytes * ROUNDING)
+
+
+def margin(fixed: Bytes, apart: Bytes, groups: int) -> dict[str, Bytes]:
     """Return what a process on a GPU takes beside what roamc plans, by name.
 
     Args:
         fixed: bytes of parameters, optimizer state and inputs, which lie with torch's caching allocator.
+        apart: bytes that the step holds there, outside its arena.
         groups: number of groups of ranks that send to one another.
     """
     parts = {
         "CUDA context": CONTEXT,
         "library workspaces": LIBRARIES,
-        "allocator rounding": int(fixed * ROUNDING),
+        "allocator rounding": rounding(fixed) + rounding(apart),
         "NCCL": groups * NCCL,
     }
     return {name: size for name, size in parts.items() if size}

@@ -54,5 +54,6 @@ def test_names_and_sizes() -> None:
 
 
 def test_margin_adds_its_parts_up() -> None:
-    assert sum(margin(10**9, 0).values()) == CONTEXT + LIBRARIES + 20_000_000
-    assert sum(margin(0, 2).values()) == CONTEXT + LIBRARIES + 2 * NCCL
+    assert sum(margin(10**9, 0, 0).values()) == CONTEXT + LIBRARIES + 20_000_000
+    assert sum(margin(10**9, 10**8, 0).values()) == CONTEXT + LIBRARIES + 22_000_000
+    assert sum(margin(0, 0, 2).values()) == CONTEXT + LIBRARIES + 2 * NCCL

@@ -21,6 +21,7 @@ from itertools import takewhile
 from typing import Any
 
 from roamc import ticker
+from roamc.budget import total_bytes
 from roamc.errors import BudgetError, CaptureError
 from roamc.graph import TrainGraph
 from roamc.options import Options
@@ -162,10 +163,9 @@ class Largest:
         with ticker.part(self._so_far(f"trying {size}")):
             try:
                 planned = self._search(size).run(quick=quick)
-                needed = planned.plan.needed_bytes
+                needed, fits = self._taken(planned.plan), True
             except BudgetError as error:
-                needed = _lowest(error).needed_bytes
-        fits = needed <= look.limit
+                needed, fits = self._taken(_lowest(error)), False
         if fits:
             self._low, self.answer = size, planned
             self._high = min((each for each in self._refused if each > size), default=self.largest + 1)
@@ -176,6 +176,9 @@ class Largest:
         self._seen = len(self._looks)
         self._planned[size] = None
         self._answers.append(fits)
+
+    def _taken(self, plan: Plan) -> Bytes:
+        return plan.limited_bytes(total=total_bytes(self.options.memory_budget) > 0)
 
     def _so_far(self, then: str) -> str:
         if self.answer is None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from roamc.errors import OptionError
 from roamc.frontends.workload import Setting
+from roamc.gpus import rounding
 from roamc.graph import Role
 from roamc.planning.plan import Plan
 from roamc.units import Bytes, format_bytes
@@ -107,8 +108,9 @@ def ends_note(defaults: Mapping[str, Setting], stage: Stage) -> tuple[str, ...]:
 
 
 def total_bytes(plan: Plan) -> Bytes:
-    """Return the total of a stage's plan, with the sum of each gradient over micro-batches."""
-    return plan.total_bytes + _gradient_bytes(plan)
+    """Return the total of a stage's plan, with the sum of each gradient over micro-batches, on a GPU rounded too."""
+    gradients = _gradient_bytes(plan)
+    return plan.total_bytes + gradients + (rounding(gradients) if plan.margin_bytes else 0)
 
 
 def stage_note(plan: Plan, stage: Stage, layers: int | None = None) -> str:

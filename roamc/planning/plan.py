@@ -19,6 +19,7 @@ from typing import Any
 from roamc import decode, files
 from roamc.budget import LIGHT
 from roamc.errors import PlanError
+from roamc.gpus import rounding
 from roamc.units import Bytes, Seconds, format_bytes, format_parts, format_seconds
 
 FORMAT = 12
@@ -109,6 +110,16 @@ class Plan:
     def total_bytes(self) -> Bytes:
         """Bytes of the whole process: what the caller holds, the step, and on a GPU the margin."""
         return sum(self.fixed_bytes.values()) + self.needed_bytes + sum(self.margin_bytes.values())
+
+    def limited_bytes(self, *, total: bool) -> Bytes:
+        """Return what a budget is compared with: ``needed_bytes``.
+
+        Args:
+            total: whether the budget is what a total leaves to the step. On a GPU, what torch's caching allocator
+                loses of what the step holds outside its arena is then counted as well.
+        """
+        apart = self.needed_bytes - self.arena_bytes if total and self.margin_bytes else 0
+        return self.needed_bytes + rounding(apart)
 
     @property
     def fits(self) -> bool | None:

@@ -42,11 +42,13 @@ class Terms:
         limit: bytes; 0 for the lowest peak, None to recompute nothing, whatever the peak.
         allowed: the operators that may be recomputed: "all", or "light" for those that are cheap on any device.
         added_share: most time that a plan for the lowest peak may add, as a share of the step's; 0 for any.
+        total: whether the limit is what a total leaves to the step, see :meth:`Plan.limited_bytes`.
     """
 
     limit: Bytes | None
     allowed: str = "all"
     added_share: float = 0.0
+    total: bool = False
 
 
 def prepared(
@@ -128,7 +130,8 @@ def terms_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes)
         OptionError: a share is less than one byte.
     """
     allowed = asked if asked == budget.LIGHT else "all"
-    return Terms(limit_of(graph, asked, eager_needs), allowed, budget.added_share(asked))
+    limit, total = limit_of(graph, asked, eager_needs), budget.total_bytes(asked) > 0
+    return Terms(limit, allowed, budget.added_share(asked), total)
 
 
 def limit_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes) -> Bytes | None:

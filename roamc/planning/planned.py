@@ -120,7 +120,7 @@ def plan_of(
         status="optimal" if statuses == {"optimal"} else "limit" if "limit" in statuses else "gap",
         room=room.title if room else "",
         room_bytes=room.capacity if room else 0,
-        margin_bytes=margin_of(graph),
+        margin_bytes=margin_of(graph, placed.needed_bytes - placed.arena_bytes),
         fixed_bytes=input_bytes(graph),
         decisions={name: decode.plain(decision) for name, decision in decisions.items()},
         notes=(
@@ -134,11 +134,14 @@ def plan_of(
     )
 
 
-def margin_of(graph: TrainGraph) -> dict[str, Bytes]:
-    """Return what a process takes beside a plan of ``graph``, by name: on a GPU, see :func:`roamc.gpus.margin`."""
+def margin_of(graph: TrainGraph, apart: Bytes = 0) -> dict[str, Bytes]:
+    """Return what a process takes beside a plan of ``graph``, by name: on a GPU, see :func:`roamc.gpus.margin`.
+
+    ``apart`` are the bytes that the step holds outside its arena.
+    """
     if main_device(graph).type != "cuda":
         return {}
-    return margin(sum(input_bytes(graph).values()), len(groups(graph)))
+    return margin(sum(input_bytes(graph).values()), apart, len(groups(graph)))
 
 
 def _without_states(graph: TrainGraph) -> tuple[str, ...]:
@@ -148,14 +151,14 @@ def _without_states(graph: TrainGraph) -> tuple[str, ...]:
     return (WITHOUT_STATES,)
 
 
-def check_budget(planned: Planned, limit: Bytes | None) -> None:
-    """Refuse a plan that needs more than ``limit`` bytes; 0 and None refuse nothing.
+def check_budget(planned: Planned, limit: Bytes | None, *, total: bool) -> None:
+    """Refuse a plan that needs more than ``limit`` bytes; 0 and None refuse nothing. ``total`` as for :class:`Terms`.
 
     Raises:
         BudgetError: names what is needed, and the largest storages at the peak; has the plan.
     """
     plan = planned.plan
-    if not limit or plan.needed_bytes <= limit:
+    if not limit or plan.limited_bytes(total=total) <= limit:
         return
     how = "with as much recomputation as helps" if retain.NAME in plan.decisions else "without recomputation"
     needs = f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "

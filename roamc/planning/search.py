@@ -239,7 +239,7 @@ class PlanSearch:
             return self._lowest_within(terms)
 
         def lowest() -> _Attempt:
-            return _made_already(self.minimum(terms.allowed))
+            return _made_already(self.minimum(terms.allowed), terms)
 
         ask = functools.partial(self._search, terms)
         planned = budget_search.fit(ask, lowest, terms.limit, quick=quick, effort=self._maker.effort).planned
@@ -287,7 +287,7 @@ class PlanSearch:
             if candidates[0].plan.adds_at_most(FEW_RERUNS):
                 choices = [self._choice(allowed, order) for order in self._orders_of(allowed)]
                 candidates += [self._lowest(choice, terms) for choice in choices[1:]]
-            plans = [_made_already(planned) for planned in candidates]
+            plans = [_made_already(planned, terms) for planned in candidates]
             for choice in choices:
                 plans = [budget_search.lower(plans, self._attempts(terms, choice), self._maker.effort)]
             self._minimum[allowed] = plans[0].planned
@@ -297,7 +297,7 @@ class PlanSearch:
         """Return the plans made in search of one within ``limit`` bytes, which is not 0."""
 
         def first() -> _Attempt:
-            return _made_already(self._first(terms))
+            return _made_already(self._first(terms), terms)
 
         plans, effort = list[_Attempt](), self._maker.effort
         for order in self._orders_of(terms.allowed):
@@ -314,7 +314,8 @@ class PlanSearch:
             with self._watch.of(retain.NAME):
                 decision = choice.decide(target, first=first)
             strained = decision.peak_bytes > target
-            return _Attempt(decision.peak_bytes, strained, lambda: self._made(decision, terms), decision.added_seconds)
+            make = functools.partial(self._made, decision, terms)
+            return _Attempt(decision.peak_bytes, strained, make, decision.added_seconds, terms)
 
         return attempt
 
@@ -531,7 +532,7 @@ def _finished(
     for stage, seconds in spent.items():
         plan.seconds[stage] = plan.seconds.get(stage, 0.0) + seconds  # type: ignore[index]
     plan.seconds["other"] = time.perf_counter() - begun - sum(plan.seconds.values())  # type: ignore[index]
-    check_budget(planned, limit)
+    check_budget(planned, limit, total=maker.terms.total)
     log.info("%s", plan)
     return planned
 
@@ -545,12 +546,14 @@ class _Attempt:
         strained: whether that is more than was asked of it.
         make: runs the passes behind retain.
         asked_seconds: the time that retain adds for that peak.
+        terms: what the plan is made for; they say what of it the budget is compared with.
     """
 
     asked_bytes: Bytes
     strained: bool
     make: Callable[[], Planned]
     asked_seconds: Seconds
+    terms: Terms
 
     @functools.cached_property
     def planned(self) -> Planned:
@@ -559,17 +562,17 @@ class _Attempt:
 
     @property
     def needed_bytes(self) -> Bytes:
-        return self.planned.plan.needed_bytes
+        return self.planned.plan.limited_bytes(total=self.terms.total)
 
     @property
     def added_seconds(self) -> Seconds:
         return self.planned.plan.added_seconds
 
 
-def _made_already(planned: Planned) -> _Attempt:
+def _made_already(planned: Planned, terms: Terms) -> _Attempt:
     """Return a plan that exists already in the form of an attempt that was not strained."""
     asked = int(planned.plan.decisions[retain.NAME]["peak_bytes"])
-    return _Attempt(asked, False, lambda: planned, planned.plan.added_seconds)
+    return _Attempt(asked, False, lambda: planned, planned.plan.added_seconds, terms)
 
 
 def options_of(settings: Mapping[str, Any] | None) -> Options:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import roamc
 from roamc.errors import BudgetError, OptionError
 from roamc.frontends.workload import Workload, capture
-from roamc.gpus import CONTEXT, GPUS, LIBRARIES
+from roamc.gpus import CONTEXT, GPUS, LIBRARIES, rounding
 from roamc.graph import TrainGraph
 from roamc.options import parse_options
 from roamc.planning import search
@@ -69,6 +69,7 @@ def test_total_is_the_sum_by_hand_and_the_verdict_right(name: str, gpu: str) -> 
     # "100%" rather than the GPU's own budget, so that a plan that does not fit is made and not refused
     plan = search.run(graph, parse_options({"gpu": gpu, "memory_budget": "100%"})).plan
     by_hand = held + plan.needed_bytes + CONTEXT + LIBRARIES + held // 50
+    by_hand += (plan.needed_bytes - plan.arena_bytes) // 50
     assert plan.total_bytes == by_hand
     fits = by_hand <= GPUS[gpu].capacity
     assert plan.fits == fits
@@ -77,6 +78,24 @@ def test_total_is_the_sum_by_hand_and_the_verdict_right(name: str, gpu: str) -> 
     assert f": {format_bytes(plan.total_bytes)} = {format_bytes(held)} parameters" in words
     assert str(plan).splitlines()[0] == words
     assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "encoder"])
+def test_what_the_allocator_loses_outside_the_arena_is_part_of_what_has_to_fit(name: str) -> None:
+    def planned(budget: str | None) -> Plan:
+        return search.run(_graph(name)[0], parse_options({"memory_budget": budget})).plan
+
+    free, lowest = planned(None), planned("min")
+    assert lowest.needed_bytes > lowest.arena_bytes
+    for part in range(4):
+        total = lowest.total_bytes + (free.total_bytes - lowest.total_bytes) * part // 4
+        plan = planned(f"total:{total}")
+        assert plan.fits
+        assert plan.total_bytes <= total
+    with pytest.raises(BudgetError, match=f"{name} does not fit "):
+        planned(f"total:{lowest.total_bytes - rounding(lowest.needed_bytes - lowest.arena_bytes) - 1}")
+    kept = planned(f"total:{free.total_bytes}")
+    assert (kept.added_seconds, kept.fits) == (0, True)
 
 
 def test_some_pairs_do_not_fit() -> None:
