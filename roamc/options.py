@@ -73,7 +73,8 @@ class Options:
             such memory one runs after the other), "off" nowhere.
         plan: files of saved plans, one or several: a graph that a plan was made for takes its decisions in the place of
             a search. They are checked as those of a search are, and a plan is refused where it does not do what it
-            says. Other graphs are planned anew, with a note. None plans every graph.
+            says, or does not keep ``memory_budget``. Of several plans of a graph, the first that keeps it is taken.
+            Other graphs are planned anew, with a warning; ``strict`` raises. None plans every graph.
         profile: device profile for time predictions: a file written by ``roamc calibrate``, or the name of a shipped
             one. None uses the profile measured on this machine, else the shipped one for the device.
     """

@@ -338,6 +338,11 @@ def options_of(request: Request) -> Options:
     if len(settings) < len(pairs):
         twice = next(name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1)
         raise OptionError(f"--option {twice} is given twice; codecs and disable take several names: {twice}=a,b")
+    if "plan" in settings:
+        raise OptionError(
+            "--option plan applies a saved plan to what runs, and the command line plans anew: leave it out; roamc "
+            f"plan {settings['plan']} tells a saved plan"
+        )
     if request.memory_budget is not None:
         settings["memory_budget"] = request.memory_budget
     if request.profile is not None:

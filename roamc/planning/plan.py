@@ -147,6 +147,20 @@ class Plan:
     def _left_out(self) -> str:
         return ", without the optimizer's states" if WITHOUT_STATES in self.notes else ""
 
+    @property
+    def allowed(self) -> str:
+        """The operators that were allowed to run again: "all", or "light" for those that are cheap on any device."""
+        return LIGHT if self.decisions.get("retain", {}).get("allowed") == LIGHT else "all"
+
+    @property
+    def asked_for(self) -> str:
+        """The budget that the plan was made for, as users write it; "no budget" for none."""
+        if self.budget_bytes is None:
+            return "no budget"
+        lowest = LIGHT if self.allowed == LIGHT else "min"
+        asked = f"+{100 * self.budget_added:g}%" if self.budget_added else lowest
+        return format_bytes(self.budget_bytes) if self.budget_bytes else asked
+
     def adds_at_most(self, share: float) -> bool:
         """Whether the plan adds at most ``share`` of the predicted time of the step; 0.01 is 1 %."""
         return self.added_seconds <= share * self.step_seconds
@@ -255,10 +269,7 @@ class Plan:
             return ()
         share = self.added_seconds / self.step_seconds if self.step_seconds else 0.0
         added = ("added time", f"{share:.1%}", self._added_remark())
-        lowest = LIGHT if self.decisions.get("retain", {}).get("allowed") == LIGHT else "min"
-        asked = f"+{100 * self.budget_added:g}%" if self.budget_added else lowest
-        budget = ("budget", format_bytes(self.budget_bytes) if self.budget_bytes else asked, self._budget_remark())
-        return (budget, added)
+        return (("budget", self.asked_for, self._budget_remark()), added)
 
     def _budget_remark(self) -> str:
         if self.budget_added:

@@ -6,6 +6,7 @@ keeps the budget; :mod:`roamc.planning.budget_search` says which peak to ask for
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -27,11 +28,11 @@ from roamc.graph.memory import build_memory
 from roamc.options import Options, parse_options
 from roamc.passes import layout, reorder, retain
 from roamc.passes.retain.codecs import lossy_names
-from roamc.planning import budget_search, other_orders, pipeline
+from roamc.planning import budget_search, other_orders, pipeline, plan_files
 from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
-from roamc.planning.plan import LARGEST, Plan, load_plan
+from roamc.planning.plan import LARGEST, Plan
 from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
 from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
 from roamc.planning.planned import Planned, check_budget
@@ -75,31 +76,32 @@ def run(
 
     Raises:
         OptionError: an option names a pass or codec that does not exist, or a budget of less than one byte.
-        PlanError: a file of ``options.plan`` cannot be read; ``plan`` was made for another graph, is incomplete, what
-            it says is not so, or ``options`` do not allow the last bits that it may give.
+        PlanError: a file of ``options.plan`` cannot be read, or none is for the graph and ``options.strict`` is set;
+            ``plan`` was made for another graph, is incomplete, what it says is not so, or ``options`` do not allow the
+            last bits that it may give.
         VerifyError: a pass left an invalid graph.
-        BudgetError: no plan was found that keeps ``options.memory_budget``.
+        BudgetError: no plan was found that keeps ``options.memory_budget``, or that of a file does not.
     """
     begun = time.perf_counter()
     options = _checked(options)
-    watch = Stopwatch()
-    mark = fingerprint(graph) if plan is not None or options.plan else ""
+    watch, mark, file = Stopwatch(), fingerprint(graph), ""
     if plan is None and options.plan:
-        plan = next((saved for saved in map(load_plan, options.plan) if saved.fingerprint == mark), None)
-        if plan is None:
-            graph = graph.replace(notes=(*graph.notes, f"no plan of {', '.join(options.plan)} is for this graph"))
+        graph, plan, file = plan_files.plan_for(graph, options, mark)
     if plan is None:
-        return PlanSearch(graph, options, deep=deep).run(quick=quick)
-    check_origin(plan, graph, mark)
-    applied_plan = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
-    maker, start = _prepared(watch, graph, options, applied_plan, mark, deep)
-    limit = maker.options.limit_bytes
-    planned = maker.make(start, None, plan.step_seconds)
-    check_options(planned, options)
-    check_numbers(plan, planned)
+        return PlanSearch(graph, options, deep=deep, mark=mark).run(quick=quick)
+    with pipeline.errors_name(file) if file else contextlib.nullcontext():
+        check_origin(plan, graph, mark)
+        applied_plan = plan.with_light_reruns() if options.memory_budget == LIGHT else plan
+        maker, start = _prepared(watch, graph, options, applied_plan, mark, deep)
+        planned = maker.make(start, None, plan.step_seconds)
+        check_options(planned, options)
+        check_numbers(plan, planned)
     planned = for_threads(planned, torch.get_num_threads())
+    if file:
+        counted = dataclasses.replace(plan, needed_bytes=planned.plan.needed_bytes)
+        plan_files.check_kept(counted, maker.terms, options.memory_budget, file)
     planned = dataclasses.replace(planned, plan=_under_terms(planned.plan, plan, maker.terms))
-    return _finished(planned, maker, limit, begun, watch.seconds)
+    return _finished(planned, maker, maker.options.limit_bytes, begun, watch.seconds)
 
 
 def _prepared(
@@ -149,6 +151,7 @@ class PlanSearch:
         deep: bool = False,
         many: bool = False,
         effort: Effort = EFFORT,
+        mark: str = "",
     ) -> None:
         """Run the passes that decide the same for every budget.
 
@@ -159,6 +162,7 @@ class PlanSearch:
             many: more plans than that of :meth:`run` will be asked for. Without it, :meth:`run` and :meth:`fit` may use
                 up the graph, after which nothing more can be asked for.
             effort: limits of the search for a plan, and which differences it ignores.
+            mark: the fingerprint of ``graph``; "" to compute it.
 
         Raises:
             OptionError: an option names a pass or codec that does not exist, or a budget of less than one byte.
@@ -166,7 +170,7 @@ class PlanSearch:
         """
         self._begun, self._watch = time.perf_counter(), Stopwatch()
         options = _checked(options)
-        maker, self._start = _prepared(self._watch, graph, options, None, fingerprint(graph), deep)
+        maker, self._start = _prepared(self._watch, graph, options, None, mark or fingerprint(graph), deep)
         self._maker = dataclasses.replace(maker, effort=effort)
         self.options, self.terms = self._maker.options, self._maker.terms
         self.plans, self._many = list[Plan](), many

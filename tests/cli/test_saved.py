@@ -79,3 +79,9 @@ def test_other_files_are_told_apart(saved: Path, tmp_path: Path) -> None:
     config.write_text(json.dumps({"hidden_size": 4, "format": 12}))
     assert f"{changed}: it was changed after it was saved" in run("explain", str(changed), code=1)
     assert f"{config} is no configuration of a transformers model" in run("plan", str(config), code=1)
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_no_plan_is_made_by_decisions_of_a_saved_one(saved: Path, command: str) -> None:
+    error = run(command, "gpt", *SMALL, "--option", f"plan={saved}", code=1)
+    assert "the command line plans anew: leave it out" in error

@@ -1,0 +1,104 @@
+"""Plan files of the option ``plan``: which of them is applied to a graph, and that it keeps the budget."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from roamc import notices
+from roamc.budget import Budget
+from roamc.errors import BudgetError, PlanError
+from roamc.graph import TrainGraph, main_device
+from roamc.options import Options
+from roamc.planning.plan import Plan, load_plan
+from roamc.planning.plan_maker import Terms, terms_of
+from roamc.units import format_bytes
+
+
+def plan_for(graph: TrainGraph, options: Options, mark: str) -> tuple[TrainGraph, Plan | None, str]:
+    """Return the plan of a file of ``options.plan`` that was made for ``graph``: the first that keeps the budget.
+
+    Args:
+        graph: the graph as it was captured.
+        options: what the user set; names files.
+        mark: the fingerprint of ``graph``.
+
+    Returns:
+        (graph, plan, file): the graph, with a note where several files are for it or none is; the plan and its file,
+        None and "" where none is, after a warning.
+
+    Raises:
+        PlanError: a file cannot be read; or none is for this graph, and the option ``strict`` is set.
+        BudgetError: no plan for this graph keeps the budget.
+    """
+    plans = {file: plan for file in options.plan if (plan := _read(file)).fingerprint == mark}
+    if not plans:
+        note = f"no plan of {', '.join(options.plan)} is for this graph"
+        error = PlanError(f"{note}, {graph.name!r}: save one for it, or leave plan out")
+        notices.warn_or_raise(graph.module, "plan", error, options, "; it is planned anew")
+        return graph.replace(notes=(*graph.notes, note)), None, ""
+    device, asked = main_device(graph).type, options.memory_budget
+    here = {file: plan for file, plan in plans.items() if plan.device == device} or plans
+    reasons = {
+        file: _not_kept(plan, terms_of(graph, asked, plan.baseline_needed_bytes), asked) for file, plan in here.items()
+    }
+    file = min(here, key=lambda name: reasons[name] != "")  # the first that keeps the budget
+    _refuse(plans[file], reasons[file], file)
+    if len(plans) > 1:
+        others = ", ".join(name for name in plans if name != file)
+        note = f"the plan is that of {file}; {others} would be for this graph, too"
+        graph = graph.replace(notes=(*graph.notes, note))
+    return graph, plans[file], file
+
+
+def check_kept(plan: Plan, terms: Terms, asked: Budget | None, file: str) -> None:
+    """Refuse a plan of a file that does not keep a budget.
+
+    Args:
+        plan: the plan.
+        terms: what the budget asks for.
+        asked: the budget as the user sets it, for the message.
+        file: where the plan is from.
+
+    Raises:
+        BudgetError: says in which way, and names the file; has the plan.
+    """
+    _refuse(plan, _not_kept(plan, terms, asked), file)
+
+
+def _refuse(plan: Plan, reason: str, file: str) -> None:
+    if reason:
+        advice = "leave plan out, so that roamc plans for the budget, or leave the budget out"
+        raise BudgetError(f"{file}: the plan of {plan.name!r} {reason}: {advice}", plan)
+
+
+def _not_kept(plan: Plan, terms: Terms, asked: Budget | None) -> str:
+    """In which way ``plan`` does not keep a budget, as the rest of a sentence; "" where it keeps it.
+
+    The lowest peak takes a search: a plan has it if it was made for it.
+    """
+    if terms.limit is None:
+        return ""
+    if terms.limit:
+        needs = f"needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes)"
+        limit = f"memory_budget={asked!r}, {terms.limit} bytes here"
+        return f"{needs}, above {limit}" if plan.needed_bytes > terms.limit else ""
+    if terms.added_share and not plan.adds_at_most(terms.added_share):
+        return f"adds {plan.added_seconds / plan.step_seconds:.2%} of the step's time, above memory_budget={asked!r}"
+    lowest = plan.budget_bytes == 0 and (not plan.budget_added or plan.budget_added >= terms.added_share > 0)
+    if lowest and ("retain" not in plan.decisions or plan.allowed == terms.allowed):
+        return ""
+    return f"was made for {plan.asked_for}, which may need more than memory_budget={asked!r} takes"
+
+
+def _read(file: str) -> Plan:
+    """The plan in ``file``, read once for as long as the file does not change."""
+    if not os.path.isfile(file):
+        return load_plan(file)  # says what is wrong
+    stamp = os.stat(file)
+    return _read_at(file, stamp.st_mtime_ns, stamp.st_size, stamp.st_ino)
+
+
+@functools.lru_cache(maxsize=16)
+def _read_at(file: str, *_: int) -> Plan:
+    return load_plan(file)
