@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from roamc.budget import Budget, parse_budget, total_bytes
-from roamc.cost import GENERIC, load_profile
 from roamc.errors import OptionError, nearest
 from roamc.gpus import Gpu, gpu_of
 from roamc.solvers.layout import EFFORT
@@ -45,8 +44,8 @@ class Options:
             state, inputs and, on a GPU, a margin share with the step. If no plan fits, it is refused before anything
             runs. None recomputes only where that costs no time.
         gpu: the GPU to plan for, such as "h100", "a100-40" or "rtx4090", or its capacity such as "40GB": the plan says
-            whether it fits. Without ``memory_budget`` and ``profile``, its capacity is a budget on the total, and its
-            profile predicts times. None for the device at hand.
+            whether it fits. Its capacity is a budget on the total; beside a ``memory_budget`` in bytes, the tighter of
+            both counts. Its profile predicts times, without ``profile``. None for the device at hand.
         alignment: bytes, a power of two; every tensor of the arena starts at a multiple, at least of its element size.
             0 uses the device's own; a smaller one may change the last bits of MKL's matrix products.
         layout_nodes: node limit of the layout's tree search; 0 skips it.
@@ -155,6 +154,8 @@ def _set_for_gpu(settings: dict[str, Any]) -> None:
     if settings.get("memory_budget") is None:
         settings["memory_budget"] = f"total:{gpu.capacity}"
     if settings.get("profile") is None:
+        from roamc.cost import GENERIC
+
         settings["profile"] = gpu.profile or GENERIC["cuda"]
 
 
@@ -224,6 +225,8 @@ def _check_ranges(options: Options) -> None:
     if options.profile is not None and not (isinstance(options.profile, str) and options.profile):
         raise OptionError(f"profile must be a file or the name of a shipped profile, not {options.profile!r}")
     if options.profile is not None:
+        from roamc.cost import load_profile  # needs torch, without which other options are checked
+
         load_profile(profile=options.profile)
 
 

@@ -43,15 +43,22 @@ def rounded_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def format_bytes(count: Bytes) -> str:
-    """Write ``count`` bytes in decimal units with four significant digits, e.g. ``"463.2 MB"``."""
+def format_bytes(count: Bytes, digits: int = 4) -> str:
+    """Write ``count`` bytes in decimal units with at most ``digits`` significant digits, e.g. ``"463.2 MB"``."""
     if abs(count) < 1000:
         return f"{count} B"
     for power, unit in ((10**3, "kB"), (10**6, "MB"), (10**9, "GB"), (10**12, "TB")):
-        text = f"{count / power:.4g}"
+        text = f"{count / power:.{digits}g}"
         if abs(float(text)) < 1000:
             return f"{text} {unit}"
     return f"{count / 10**12:.0f} TB"
+
+
+def format_apart(one: Bytes, other: Bytes) -> tuple[str, str]:
+    """Write two sizes as :func:`format_bytes` does, with as many digits as it takes to see that they differ."""
+    digits = (count for count in range(4, 19) if format_bytes(one, count) != format_bytes(other, count))
+    count = next(digits, 4)
+    return format_bytes(one, count), format_bytes(other, count)
 
 
 def format_seconds(value: Seconds) -> str:

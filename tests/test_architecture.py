@@ -35,7 +35,7 @@ FLOOR = tuple(
             "exchange",
             "files",
         ),
-        *("gpus", "interruptions", "locks", "ticker", "units", "version"),
+        *("gpus", "interruptions", "locks", "settings", "ticker", "units", "version"),
     )
 )
 GROUND = (*FLOOR, "roamc.graph", "roamc.operators")  # what a step is, and what is known of operators

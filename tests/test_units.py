@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roamc.errors import OptionError
-from roamc.units import format_bytes, parse_bytes
+from roamc.units import format_apart, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,10 @@ def test_format_writes_four_digits(count: int, text: str) -> None:
 @settings(derandomize=True, max_examples=200, deadline=None)
 def test_format_is_read_back_to_four_digits(count: int) -> None:
     assert abs(parse_bytes(format_bytes(count)) - count) <= count * 0.0006
+
+
+def test_sizes_that_differ_are_written_apart() -> None:
+    assert format_apart(80 * 10**9, 80 * 10**9) == ("80 GB", "80 GB")
+    assert format_apart(80 * 10**9, 80 * 10**9 + 1) == ("80 GB", "80.000000001 GB")
+    assert format_apart(79_999_999_999, 8 * 10**10) == ("79.999999999 GB", "80 GB")
+    assert format_apart(1, 2) == ("1 B", "2 B")

@@ -25,7 +25,7 @@ from torch import fx
 from roamc.capture import cuda_attention
 from roamc.capture.device_mode import DeviceMode
 from roamc.compat import OpOverload, identity
-from roamc.errors import CaptureError, OptionError
+from roamc.errors import CaptureError
 from roamc.graph import TrainGraph, attribute, source_line
 from roamc.graph.rewrite import given, placed_in
 from roamc.graph.storage_ids import number
@@ -36,11 +36,9 @@ from roamc.operators.effects import with_effect
 from roamc.operators.fakes import fake_kernel
 from roamc.operators.random import replay, save_rng_state, state_bytes
 from roamc.operators.schemas import name_of
+from roamc.settings import check_device
 
 CPU = torch.device("cpu")
-
-KINDS = ("cpu", "cuda")
-"""Types of the devices that a step can be planned for."""
 
 NOTE = (
     "planned for a GPU that need not be here: nothing was measured, and for workspaces of cuBLAS and "
@@ -64,9 +62,7 @@ def device_of(text: str, name: str = "--device") -> torch.device:
     Raises:
         OptionError: ``text`` is neither.
     """
-    if text not in KINDS:
-        raise OptionError(f"{name} must be one of {', '.join(KINDS)}, not {text!r}")
-    return CPU if text == "cpu" else torch.device("cuda", 0)
+    return CPU if check_device(text, name) == "cpu" else torch.device("cuda", 0)
 
 
 @contextlib.contextmanager

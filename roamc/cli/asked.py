@@ -88,11 +88,11 @@ Others = Annotated[
     typer.Option("--option", metavar="KEY=VALUE", help="A roamc option, such as order=program; repeatable."),
 ]
 Device = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--device",
         metavar="cpu|cuda",
-        help="cuda plans for a GPU; none is needed. By default the model's device.",
+        help="cuda plans for a GPU; none is needed. Default: cuda with --gpu, else cpu, for the model's own device.",
     ),
 ]
 Gpu = Annotated[
@@ -149,7 +149,7 @@ class Request:
         target: name of a built-in model, ``FILE.py:function``, or path of a configuration of transformers.
         sizes: sizes of the model, and other settings with options of their own, by name; None for the default.
         sets: further settings of the model or arguments of the function, each as ``key=value``; with the optimizer
-            "compact" its :data:`roamc.cli.request.COMPACT` as well.
+            "compact" its :data:`roamc.cli.words.COMPACT` as well.
         optimizer: name of the optimizer where the target brings none; None for AdamW there, ``"none"`` to leave the
             update of a loss out.
         forward_backward: whether to leave the update out.
@@ -206,7 +206,7 @@ def _asked(
     heads: Heads = None, vocab: Vocab = None, dtype: Dtype = None, task: Task = None, lora: Lora = None,
     sets: Sets = None, optimizer: Optimizer = None, forward_backward: Halves = False, meta: Meta = False,
     clip_grad_norm: Clip = None, memory_budget: Limit = None, option: Others = None,
-    device: Device = "cpu", gpu: Gpu = None, profile: Profile = None, mesh: Ranks = None,
+    device: Device = None, gpu: Gpu = None, profile: Profile = None, mesh: Ranks = None,
     tp_plan: TpPlan = None, stage: StageNumber = None,
 ) -> Asked:  # fmt: skip
     request = Request(
@@ -219,7 +219,7 @@ def _asked(
         meta=meta,
         clip_grad_norm=clip_grad_norm,
         options=tuple(option or ()),
-        device="cuda" if gpu is not None and device == "cpu" else device,
+        device=device or ("cpu" if gpu is None else "cuda"),
         gpu=gpu,
         profile=profile,
         mesh=mesh,

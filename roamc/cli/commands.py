@@ -26,7 +26,9 @@ from typer.core import TyperGroup
 import roamc
 from roamc.budget import parse_budget
 from roamc.cli.asked import Asked, Request, asking
-from roamc.cli.saved import saved_plan
+from roamc.cli.models import MODELS
+from roamc.cli.saved import is_plan, saved_plan
+from roamc.cli.words import check_words
 from roamc.errors import BudgetError, OptionError, RoamcError, nearest
 from roamc.report.progress import Stages
 from roamc.report.tables import BY, console, say, show_rows
@@ -114,6 +116,7 @@ def plan(
         if (saved := saved_plan(asked)) is not None:
             _tell(saved, asked.request.target, as_json)
             return
+        check_words(asked.request, budgets)
         number = None if asked.stage == ALL else _stage_number(asked.stage, f", or {ALL}")
         budget = budgets[0] if len(budgets) == 1 else None
         request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
@@ -129,7 +132,7 @@ def plan(
         if save is not None:
             step_plan.save(save)
         if as_json:
-            _print_json(_told(step_plan))
+            _print_json(step_plan.report())
         else:
             from roamc.report.text import show_plan
 
@@ -176,6 +179,7 @@ def explain(
         if (saved := saved_plan(asked)) is not None:
             _tell(saved, asked.request.target, as_json, top)
             return
+        check_words(asked.request, asked.budgets)
         if source and graph:
             raise OptionError("--source and --graph print one text each: give one of them")
         if kernels and (source or graph):
@@ -239,6 +243,11 @@ def largest_size(
     Functions of files are called on the meta device. Example: roamc max-batch gpt2 --gpu a100-40
     """
     with _reported(debug, as_json):
+        if is_plan(asked.request.target):
+            raise OptionError(
+                f"{asked.request.target} is a saved plan of one size, and max-batch plans several: give it the model"
+            )
+        check_words(asked.request, asked.budgets)
         if len(asked.budgets) > 1:
             raise OptionError("max-batch takes one --memory-budget")
         if asked.request.sizes.get(size) is not None:
@@ -251,7 +260,7 @@ def largest_size(
 
             fit = search(request, size, (smallest, largest), recomputation=recomputation, say=stages.now)
         if as_json:
-            more = {"what": size, "added_share": fit.added_share, "fits": True, "plan": fit.plan.to_dict(seconds=True)}
+            more = {"what": size, "added_share": fit.added_share, "fits": True, "plan": fit.plan.report()}
             _print_json({**dataclasses.asdict(fit), **more})
         else:
             say(console(), _in_words(fit, size, recomputation))
@@ -349,9 +358,6 @@ def compile_solvers(debug: Debug = False) -> None:
 @app.command()
 def models(as_json: Json = False) -> None:
     """List the built-in models and their settings."""
-    with Stages(IMPORTING):
-        from roamc.cli.zoo import MODELS
-
     if as_json:
         _print_json({name: {"about": row.about, "settings": dict(row.settings)} for name, row in MODELS.items()})
         return
@@ -407,7 +413,7 @@ def _tell(plan: Plan, file: str, as_json: bool, top: int | None = None) -> None:
     from roamc.report.saved import origin, show_decisions, show_saved
 
     if as_json:
-        _print_json({**_told(plan), "origin": origin(plan, file)})
+        _print_json({**plan.report(), "origin": origin(plan, file)})
     else:
         show_saved(console(), plan, file)
         if top is not None:
@@ -529,12 +535,6 @@ def _check_kernels(device: str) -> None:
         raise OptionError("--kernels needs --device cuda")
     if importlib.util.find_spec("triton") is None:
         raise OptionError("--kernels needs Triton: pip install triton")
-
-
-def _told(plan: Plan) -> dict[str, Any]:
-    """The fields of a plan and what follows from them."""
-    more = {"fragmentation": plan.fragmentation, "total_bytes": plan.total_bytes, "fits": plan.fits is not False}
-    return {**plan.to_dict(seconds=True), **more}
 
 
 def _check_fits(plan: Plan) -> None:

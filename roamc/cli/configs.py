@@ -24,10 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from roamc.cli import lora
-from roamc.cli.zoo import DTYPES, Settings, in_range, transformers_of
+from roamc.cli.models import Settings, in_range
+from roamc.cli.zoo import DTYPES, transformers_of
 from roamc.errors import OptionError, nearest
 from roamc.frontends.own_loss import returned_loss
-from roamc.frontends.workload import Setting, Workload
+from roamc.frontends.workload import Workload
+from roamc.settings import Setting
 
 LONGEST = 2048
 """Length of a sequence if none is asked for, as far as the model has places for so many tokens."""
@@ -93,11 +95,6 @@ TASKS: dict[str, Task] = {
     "question-answering": Task("QuestionAnswering", _answers),
 }
 """Each task by its name. Of those that a configuration has a class for, the first is the default if it names none."""
-
-
-def is_path(target: str) -> bool:
-    """Whether a target of the command line is a configuration's path: of a ``.json`` file, or of a folder."""
-    return target.endswith(".json") or "/" in target or Path(target).is_dir()
 
 
 def make(target: str, settings: Settings) -> Workload:

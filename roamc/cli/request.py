@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from fractions import Fraction
 from typing import Any, TypeVar
 
 from roamc import ticker
@@ -17,17 +15,19 @@ from roamc.budget import parse_budget
 from roamc.capture.moved import device_of
 from roamc.cli import configs, zoo
 from roamc.cli.asked import Request
+from roamc.cli.models import MODELS, is_function, is_path, settings_of
 from roamc.cli.stages import StagePlan
+from roamc.cli.words import NO_OPTIMIZER, check_optimizer, options_in, settings_in, settings_of_optimizer
 from roamc.codegen.source import emit
 from roamc.cost import DeviceProfile, load_profile, step_seconds
-from roamc.errors import BudgetError, OptionError, nearest
+from roamc.errors import BudgetError, OptionError
 from roamc.frontends import devices
 from roamc.frontends.arguments import check_clip
 from roamc.frontends.largest import Fit, Largest
 from roamc.frontends.max_batch import check_options, check_sizes
 from roamc.frontends.mesh import Mesh, check_tokens, noted, notes_on, on_mesh, parse_mesh, running_split
 from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings, total_bytes
-from roamc.frontends.workload import OPTIMIZERS, Setting, Workload, capture, from_file, parse_setting
+from roamc.frontends.workload import OPTIMIZERS, Workload, capture, from_file
 from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options
 from roamc.planning import search
@@ -36,21 +36,9 @@ from roamc.report.curve import Curve, trace
 from roamc.report.explain import Explanation, Lives, explain, find_peak, lives_of
 from roamc.report.frontier import Point, frontier
 from roamc.report.picture import Picture, draw, follow
+from roamc.settings import Setting
 from roamc.solvers.warm_up import warm_up
 from roamc.units import Seconds, format_bytes
-
-NO_OPTIMIZER = "none"
-"""What ``--optimizer`` takes for forward and backward of the loss without an update."""
-
-FRACTION = re.compile(r"[0-9]+/[1-9][0-9]*")
-
-COMPACT: Mapping[str, Callable[[Any], Any]] = {
-    "rank": lambda value: float(Fraction(value)) if isinstance(value, str) and FRACTION.fullmatch(value) else value,
-    "dense": lambda value: tuple(part.strip() for part in str(value).split(",") if part.strip()),
-    **dict.fromkeys(("every", "scale", "basis", "seed", "dense_lr"), lambda value: value),
-}
-"""Settings of the optimizer that ``--set`` gives beside those of the model, with ``--optimizer compact``, by name, and
-how each is read."""
 
 C = TypeVar("C")
 
@@ -247,7 +235,7 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
             device=device_of(request.device),
         )
     notes = notes_on(workload.model, mesh, _tp_plan(request))
-    notes += ends_note(zoo.settings_of(request.target), _stage(request))
+    notes += ends_note(settings_of(request.target), _stage(request))
     graph = graph.replace(in_flight=_stage(request).in_flight, notes=(*graph.notes, *notes))
     return devices.noted(graph, options, device_of(request.device)), time.perf_counter() - start
 
@@ -277,7 +265,7 @@ def _with_way_out(planned: Planned, trials: search.PlanSearch) -> Planned:
     more = f" with {other.added_seconds / other.step_seconds:.1%} more time than without a budget"
     note = f"it fits{more if other.added_seconds else ''}: leave the memory budget out"
     if other.fits is False:
-        note = f"at least {format_bytes(other.total_bytes)}, with as much recomputation as helps: {LARGER}"
+        note = f"at least {format_bytes(other.total_bytes)}, with as much recomputation as helps. {LARGER}"
     return dataclasses.replace(planned, plan=dataclasses.replace(plan, notes=(note, *plan.notes)))
 
 
@@ -286,7 +274,7 @@ def _of_mesh(planned: Planned, request: Request, mesh: Mesh) -> Planned:
     if request.mesh is None:
         return planned
     check_tokens(planned.plan)
-    layers = {**zoo.settings_of(request.target), **_settings(request)}.get("layers")
+    layers = {**settings_of(request.target), **settings_in(request)}.get("layers")
     return noted(planned, mesh, _stage(request), layers)
 
 
@@ -305,19 +293,6 @@ def mesh_of(request: Request) -> Mesh:
     return Mesh() if request.mesh is None else parse_mesh(request.mesh)
 
 
-def _settings(request: Request) -> dict[str, Setting]:
-    """The settings of the whole model."""
-    settings: dict[str, Setting] = {key: value for key, value in request.sizes.items() if value is not None}
-    settings.update(parse_setting(text) for text in request.sets)
-    return {key: value for key, value in settings.items() if key not in _settings_of_optimizer(request)}
-
-
-def _settings_of_optimizer(request: Request) -> dict[str, Any]:
-    """Those of ``request.sets`` that are the optimizer's."""
-    sets = dict(parse_setting(text) for text in request.sets) if request.optimizer == "compact" else {}
-    return {key: COMPACT[key](value) for key, value in sets.items() if key in COMPACT}
-
-
 def options_of(request: Request) -> Options:
     """Return roamc's options for ``request``, its memory budget and device profile among them.
 
@@ -333,23 +308,7 @@ def options_of(request: Request) -> Options:
         raise OptionError(f"--clip-grad-norm is part of the update, which {left_out} leaves out")
     if request.forward_backward and request.optimizer is not None:
         raise OptionError("--optimizer names the update, which --forward-backward leaves out")
-    pairs = [parse_setting(text) for text in request.options]
-    settings = dict(pairs)
-    if len(settings) < len(pairs):
-        twice = next(name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1)
-        raise OptionError(f"--option {twice} is given twice; codecs and disable take several names: {twice}=a,b")
-    if "plan" in settings:
-        raise OptionError(
-            "--option plan applies a saved plan to what runs, and the command line plans anew: leave it out; roamc "
-            f"plan {settings['plan']} tells a saved plan"
-        )
-    if request.memory_budget is not None:
-        settings["memory_budget"] = request.memory_budget
-    if request.profile is not None:
-        settings["profile"] = request.profile
-    if request.gpu is not None:
-        settings["gpu"] = request.gpu
-    return devices.options_for(settings, device_of(request.device))
+    return devices.options_for(options_in(request), device_of(request.device))
 
 
 def workload_of(request: Request) -> Workload:
@@ -363,20 +322,18 @@ def workload_of(request: Request) -> Workload:
             there is no such stage; or the target brings an optimizer, and the request names one.
         CaptureError: the function of a file does not return what it should.
     """
-    if request.optimizer is not None and request.optimizer not in (*OPTIMIZERS, NO_OPTIMIZER):
-        hint = f"{nearest(request.optimizer, OPTIMIZERS)} Optimizers: {', '.join((*OPTIMIZERS, NO_OPTIMIZER))}"
-        raise OptionError(f"unknown optimizer {request.optimizer!r}{hint}")
-    settings = stage_settings(_settings(request), zoo.settings_of(request.target), _stage(request))
-    if ":" in request.target or request.target.endswith(".py"):
+    check_optimizer(request.optimizer)
+    settings = stage_settings(settings_in(request), settings_of(request.target), _stage(request))
+    if is_function(request.target):
         workload = from_file(request.target, settings, meta=request.meta)
-    elif request.target not in zoo.MODELS and configs.is_path(request.target):
+    elif request.target not in MODELS and is_path(request.target):
         workload = configs.make(request.target, settings)
     else:
         workload = zoo.make(request.target, settings)
     if workload.optimizer is not None and request.optimizer is not None:
         raise OptionError(f"{request.target} returns an optimizer: leave --optimizer {request.optimizer} out")
     if request.optimizer in OPTIMIZERS:
-        make = functools.partial(OPTIMIZERS[request.optimizer], **_settings_of_optimizer(request))
+        make = functools.partial(OPTIMIZERS[request.optimizer], **settings_of_optimizer(request))
         name = f"--optimizer {request.optimizer}"
         workload = dataclasses.replace(workload, optimizer=make, optimizer_name=name)
     if request.tp_plan:

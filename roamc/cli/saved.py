@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from roamc.cli.asked import Asked
-from roamc.errors import OptionError
+from roamc.errors import OptionError, PlanError
 from roamc.planning.plan import Plan, load_plan
 
 WITHOUT_GRAPH = {"target", "as_json", "debug", "top"}
@@ -21,17 +21,26 @@ def saved_plan(asked: Asked) -> Plan | None:
         OptionError: an option was given that needs the model or the graph.
     """
     target = asked.request.target
-    if not target.endswith(".json") or not _is_plan(Path(target)):
+    try:
+        plan = load_plan(target) if target.endswith(".json") else None
+    except PlanError:
+        if is_plan(target):
+            raise
+        plan = None
+    if plan is None:
         return None
     for name, option in asked.given.items():
         if name not in WITHOUT_GRAPH:
             raise OptionError(f"{target} is a saved plan without its model and graph, which {option} needs")
-    return load_plan(target)
+    return plan
 
 
-def _is_plan(path: Path) -> bool:
+def is_plan(target: str) -> bool:
+    """Return whether a target of the command line is the file of a saved plan, readable or not."""
+    if not target.endswith(".json"):
+        return False
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = json.loads(Path(target).read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return False  # who reads it as a configuration says what is wrong
     return isinstance(data, dict) and {"format", "fingerprint", "decisions"} <= set(data)

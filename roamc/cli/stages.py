@@ -41,7 +41,7 @@ class StagePlan:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, the sum of all bytes, and the fields of the plan as plain data, ready for JSON."""
         own = {"stage": self.stage.number, "total_bytes": self.total_bytes, "micro_batch_seconds": self.seconds}
-        return {**own, "fits": self.fits, **self.plan.to_dict(seconds=True)}
+        return {**self.plan.report(), **own, "fits": self.fits}
 
 
 def fullest(stages: Sequence[StagePlan]) -> StagePlan:

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from roamc.capture.step_trace import LossFunction
-from roamc.errors import OptionError, nearest
-from roamc.frontends.stages import EMBEDDING, HEAD
-from roamc.frontends.workload import Setting, Workload
+from roamc.cli.models import DTYPE_NAMES, MODELS, Settings, checked
+from roamc.errors import OptionError
+from roamc.frontends.workload import Workload
+from roamc.settings import EMBEDDING
 
-Settings = Mapping[str, Setting]
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,6 @@ class Recipe:
     """How to build one model.
 
     Attributes:
-        about: one line for the list of models.
-        settings: every setting that a user may change, with its default.
         build: makes the model from settings, on torch's default device.
         batch: makes the batch from settings: the arguments of ``loss`` behind the model.
         loss: function of the model and the tensors of the batch that returns the loss, a scalar.
@@ -38,8 +35,6 @@ class Recipe:
             where the model brings its own or has none.
     """
 
-    about: str
-    settings: Settings
     build: Callable[[Settings], nn.Module]
     batch: Callable[[Settings], tuple[Tensor, ...]]
     loss: LossFunction
@@ -159,23 +154,18 @@ class GPT(nn.Module):
 
 
 def make(name: str, settings: Settings | None = None, device: str = "meta") -> Workload:
-    """Build one model of :data:`MODELS` in training mode, with its batch and loss, and no optimizer.
+    """Build one model of :data:`roamc.cli.models.MODELS` in training mode, with its batch and loss, and no optimizer.
 
     Args:
-        name: key of :data:`MODELS`.
+        name: key of :data:`roamc.cli.models.MODELS`.
         settings: settings that replace defaults of the recipe.
         device: "meta" to plan only; weights and batch then take no memory.
 
     Raises:
         OptionError: unknown model or setting (names the nearest), a value out of range, or transformers is missing.
     """
-    recipe = MODELS.get(name)
-    if recipe is None:
-        raise OptionError(
-            f"unknown model {name!r}{nearest(name, MODELS)} Models: {', '.join(MODELS)}; or FILE.py:function"
-        )
-    chosen = _checked(name, recipe.settings, settings or {})
-    dtype = DTYPES[str(chosen["dtype"])]
+    chosen = checked(name, settings or {})
+    recipe, dtype = RECIPES[name], DTYPES[str(chosen["dtype"])]
     with torch.device(device):
         model = recipe.build(chosen).to(dtype).train()
         batch = tuple(_in(item, dtype) for item in recipe.batch(chosen))
@@ -187,11 +177,6 @@ def _in(item: Tensor, dtype: torch.dtype) -> Tensor:
     if not item.is_floating_point():
         return item
     return item.detach().to(dtype).requires_grad_(item.requires_grad)
-
-
-def settings_of(name: str) -> Settings:
-    """Return the settings of a model of :data:`MODELS` with their defaults; none for other names."""
-    return MODELS[name].settings if name in MODELS else {}
 
 
 def text_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -214,41 +199,6 @@ def _init(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-def _checked(name: str, defaults: Settings, settings: Settings) -> dict[str, Any]:
-    chosen: dict[str, Any] = dict(defaults)
-    for key, value in settings.items():
-        if key not in defaults:
-            raise OptionError(f"{name} has no setting {key!r}{nearest(key, defaults)} Settings: {', '.join(defaults)}")
-        chosen[key] = _typed(key, value, defaults[key])
-    return chosen
-
-
-def _typed(key: str, value: Setting, default: Setting) -> Setting:
-    """``value`` in the type of the default, if it is in range."""
-    if key == "dtype" and value not in DTYPES:
-        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, not {value!r}{nearest(str(value), DTYPES)}")
-    if isinstance(default, float) and isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
-        return float(value)
-    if isinstance(default, float):
-        raise OptionError(f"{key} must be a number from 0 up to but not 1, not {value!r}")
-    if isinstance(default, int) and not isinstance(default, bool):
-        return in_range(key, value)
-    if isinstance(default, bool) and not isinstance(value, bool):
-        raise OptionError(f"{key} must be true or false, not {value!r}")
-    return value
-
-
-def in_range(key: str, value: Setting) -> int:
-    """Return the value of the setting ``key`` if it is a whole number from 1.
-
-    Raises:
-        OptionError: it is not.
-    """
-    if type(value) is not int or value < 1:
-        raise OptionError(f"{key} must be a whole number from 1, not {value!r}")
-    return value
 
 
 def _gpt(settings: Settings) -> nn.Module:
@@ -353,10 +303,6 @@ _MOBILENET = _Pretrained(
 )
 
 
-def _sizes(**sizes: Setting) -> dict[str, Setting]:
-    return {**sizes, "dtype": "float32"}
-
-
 _BLOCK_PLAN = {
     "blocks.*.qkv": "colwise", "blocks.*.proj": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
 }  # fmt: skip
@@ -368,66 +314,20 @@ _BERT_PLAN = {
 }
 
 
-_ENDS: dict[str, Setting] = {EMBEDDING: True, HEAD: True}
-
-
-def _of_korthikanti(size: str, batch: int, layers: int, width: int, heads: int) -> Recipe:
-    """A model of Korthikanti et al., arXiv 2205.05198, table 3, with the micro-batch of one rank."""
-    sizes: dict[str, Setting] = {"batch": batch, "seq": 2048, "layers": layers, "width": width, "heads": heads}
-    more: dict[str, Setting] = {"vocab": 51200, "dropout": 0.1, "tied": True, "fused_attention": False, **_ENDS}
-    about = f"GPT-3 of {size} parameters as in arXiv 2205.05198; for --mesh tp=8"
-    return Recipe(about, {**sizes, **more, "dtype": "bfloat16"}, _gpt, _stage_batch, _stage_loss, _BLOCK_PLAN)
-
-
-MODELS: dict[str, Recipe] = {
-    "gpt": Recipe(
-        "decoder-only transformer as in nanoGPT",
-        _sizes(batch=16, seq=256, layers=6, width=384, heads=6, vocab=256, dropout=0.1, tied=True, **_ENDS),
-        _gpt, _stage_batch, _stage_loss, _BLOCK_PLAN,
+RECIPES: dict[str, Recipe] = {
+    **dict.fromkeys(
+        ("gpt", *(name for name in MODELS if name.startswith("gpt3-"))),
+        Recipe(_gpt, _stage_batch, _stage_loss, _BLOCK_PLAN),
     ),
-    "gpt2": Recipe(
-        "GPT-2, 124 M parameters",
-        _sizes(batch=4, seq=1024, layers=12, width=768, heads=12, vocab=50257),
-        _GPT2, _text_batch, _logits_loss,
+    **dict.fromkeys(("gpt2", "gpt2-xl"), Recipe(_GPT2, _text_batch, _logits_loss)),
+    "bert": Recipe(_BERT, _text_batch, _logits_loss, _BERT_PLAN),
+    "llama": Recipe(_LLAMA, _text_batch, _logits_loss),
+    "t5": Recipe(_T5, _text_batch, _translation_loss),
+    "vit": Recipe(_VIT, _image_batch, _image_loss),
+    "resnet50": Recipe(_RESNET, _image_batch, _image_loss),
+    "mobilenetv2": Recipe(_MOBILENET, _image_batch, _image_loss),
+    **dict.fromkeys(
+        (name for name in MODELS if name.startswith("gpt3-")), Recipe(_gpt, _stage_batch, _stage_loss, _BLOCK_PLAN)
     ),
-    "gpt2-xl": Recipe(
-        "GPT-2 XL, 1.6 G parameters",
-        _sizes(batch=1, seq=1024, layers=48, width=1600, heads=25, vocab=50257),
-        _GPT2, _text_batch, _logits_loss,
-    ),
-    "bert": Recipe(
-        "BERT base, masked language model",
-        _sizes(batch=8, seq=512, layers=12, width=768, heads=12, hidden=3072, vocab=30522),
-        _BERT, _text_batch, _logits_loss, _BERT_PLAN,
-    ),
-    "llama": Recipe(
-        "Llama 2, 7 G parameters",
-        _sizes(batch=1, seq=2048, layers=32, width=4096, heads=32, kv_heads=32, hidden=11008, vocab=32000),
-        _LLAMA, _text_batch, _logits_loss,
-    ),
-    "t5": Recipe(
-        "T5 small, encoder and decoder",
-        _sizes(batch=8, seq=512, layers=6, width=512, heads=8, head_width=64, hidden=2048, vocab=32128),
-        _T5, _text_batch, _translation_loss,
-    ),
-    "vit": Recipe(
-        "ViT base, image classification",
-        _sizes(batch=32, image=224, layers=12, width=768, heads=12, hidden=3072, patch=16, classes=1000),
-        _VIT, _image_batch, _image_loss,
-    ),
-    "resnet50": Recipe(
-        "ResNet-50, image classification",
-        _sizes(batch=32, image=224, classes=1000),
-        _RESNET, _image_batch, _image_loss,
-    ),
-    "mobilenetv2": Recipe(
-        "MobileNetV2, image classification",
-        _sizes(batch=32, image=224, classes=1000),
-        _MOBILENET, _image_batch, _image_loss,
-    ),
-    "gpt3-22b": _of_korthikanti("22 G", 4, 48, 6144, 64),
-    "gpt3-175b": _of_korthikanti("175 G", 1, 96, 12288, 96),
-    "gpt3-530b": _of_korthikanti("530 G", 1, 105, 20480, 128),
-    "gpt3-1t": _of_korthikanti("1 T", 1, 128, 25600, 160),
-}  # fmt: skip
-"""Name of each built-in model, as the command line takes it, to its recipe."""
+}
+"""Name of each of :data:`roamc.cli.models.MODELS` to its recipe."""

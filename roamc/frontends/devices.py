@@ -16,19 +16,21 @@ from roamc.options import Options
 from roamc.planning.search import options_of
 
 
-def asked_for(device: str, gpu: object, model: nn.Module | None = None) -> torch.device:
+def asked_for(device: str | None, gpu: object, model: nn.Module | None = None) -> torch.device:
     """Return the device to plan for, as :func:`options_for` takes it.
 
     Args:
-        device: "cpu" or "cuda", as the user sets it.
-        gpu: the option of that name: a GPU to plan for asks for cuda; None for none.
+        device: "cpu" or "cuda", as the user sets it; None for cuda with ``gpu``, else the device of the model.
+        gpu: the option of that name: a GPU to plan for; None for none.
         model: what is planned; one that lies on a GPU is planned where it lies.
 
     Raises:
-        OptionError: ``device`` is neither.
+        OptionError: ``device`` is neither, or a CPU and ``gpu`` is there.
     """
+    if gpu is not None and device == "cpu":
+        raise OptionError(f"gpu={gpu!r} plans for a GPU, and device='cpu' for a CPU: leave one of them out")
     there = model is not None and any(parameter.device.type == "cuda" for parameter in model.parameters())
-    return device_of("cuda" if gpu is not None and device == "cpu" and not there else device, "device")
+    return device_of(device or ("cuda" if gpu is not None and not there else "cpu"), "device")
 
 
 def options_for(settings: Mapping[str, Any], device: torch.device) -> Options:

@@ -28,7 +28,7 @@ def max_batch(
     largest: int = 1 << 20,
     forward_backward: bool = False,
     recomputation: bool = True,
-    device: str = "cpu",
+    device: str | None = None,
     **options: Any,
 ) -> Fit:
     """Find the largest ``size`` for which a plan of ``make(size)`` fits ``memory_budget``. Nothing runs.

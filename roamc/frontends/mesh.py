@@ -19,9 +19,10 @@ from roamc.compat_dynamo import original
 from roamc.compat_groups import planned_for
 from roamc.errors import OptionError, RoamcError, nearest
 from roamc.frontends.stages import Stage, stage_note
-from roamc.frontends.workload import Optimizer, Setting, Workload, optimizer_of, parse_setting
+from roamc.frontends.workload import Optimizer, Workload, optimizer_of
 from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
+from roamc.settings import Setting, parse_setting
 
 TP = "tp"
 """Name of the axis of tensor parallelism, and of its group in the graph."""

@@ -142,7 +142,7 @@ def plan(
     mesh: str | Mapping[str, int] | None = None,
     tp_plan: Mapping[str, str] | None = None,
     stage: int | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     forward_backward: bool = False,
     **keywords: Any,
 ) -> Plan:
@@ -171,7 +171,7 @@ def plan(
         stage: number of the pipeline stage, from 0. It has ``pp - stage`` micro-batches in flight, all of which a
             budget covers.
         device: "cuda" plans for a GPU that need not be there, with the option ``profile`` of one ("h100" by default);
-            the option ``gpu`` does so, too.
+            the option ``gpu`` does so, too. "cpu" or None plans for the device of the model.
         forward_backward: plan without the update, as with ``torch.compile``: with ``loss_fn`` of the loss, else with
             gradients of all outputs handed in.
         keywords: options, and keyword arguments of the batch.

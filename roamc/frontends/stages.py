@@ -14,14 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roamc.errors import OptionError
-from roamc.frontends.workload import Setting
 from roamc.gpus import rounding
 from roamc.graph import Role
 from roamc.planning.plan import Plan
+from roamc.settings import EMBEDDING, HEAD, Setting
 from roamc.units import Bytes, format_bytes
-
-EMBEDDING, HEAD = "embedding", "head"
-"""Settings of a built-in model by which a stage leaves out an end of it."""
 
 
 @dataclass(frozen=True)

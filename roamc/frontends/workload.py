@@ -25,17 +25,21 @@ from roamc.frontends import own_loss
 from roamc.frontends.arguments import check_call, check_forward
 from roamc.graph import TrainGraph
 from roamc.optim import CompAct
+from roamc.settings import OPTIMIZERS as NAMES
+from roamc.settings import Setting
 
-Setting = int | float | str | bool
 Optimizer = torch.optim.Optimizer
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 
-OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    "compact": CompAct,
-}
+_FACTORIES: tuple[OptimizerFactory, ...] = (
+    lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+    lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    CompAct,
+)
+
+OPTIMIZERS: dict[str, OptimizerFactory] = dict(zip(NAMES, _FACTORIES, strict=True))
+"""Each optimizer of the command line by its name."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,27 @@ def _check_function(target: str, function: Callable[..., Any], settings: Mapping
     try:
         signature.bind(**settings)
     except TypeError as error:
-        raise OptionError(f"{target} cannot be called with {_listed(settings)}: {error}") from None
+        advice = "; --set NAME=VALUE gives an argument" if "missing" in str(error) else ""
+        raise OptionError(f"{target} cannot be called with {_listed(settings)}: {error}{advice}") from None
+    for name, value in settings.items():
+        _check_kind(target, value, signature.parameters.get(name))
+
+
+_NUMBERS = (int, float, "int", "float")
+"""Annotations of arguments that are numbers."""
+
+
+def _check_kind(target: str, value: Setting, argument: inspect.Parameter | None) -> None:
+    """Refuse a text as an argument that is a number by its default or annotation; None is an argument by any name.
+
+    Raises:
+        OptionError: names the setting.
+    """
+    if argument is None or not isinstance(value, str):
+        return
+    default = "" if argument.default is argument.empty else argument.default
+    if argument.annotation in _NUMBERS or type(default) in (int, float):
+        raise OptionError(f"{target}: {argument.name} is a number, and {argument.name}={value} gives a text")
 
 
 @contextlib.contextmanager
@@ -213,18 +237,6 @@ def _going_on(target: str) -> Iterator[None]:
             f"{target} ends Python, with exit code {end.code!r}, in the place of returning a model; let what the file "
             'does as a script stand under if __name__ == "__main__":'
         ) from None
-
-
-def parse_setting(text: str) -> tuple[str, Setting]:
-    """Read ``key=value`` as a key, with ``_`` for ``-``, and a value: int, float, bool (``true``, ``false``) or text.
-
-    Raises:
-        OptionError: there is no ``=``, or no key.
-    """
-    key, separator, value = text.partition("=")
-    if not separator or not key.strip():
-        raise OptionError(f"{text!r} is not a setting; write key=value")
-    return key.strip().replace("-", "_"), _value(value.strip())
 
 
 class _Loss(nn.Module):
@@ -364,14 +376,3 @@ def _kinds(value: Any) -> str:
 
 def _listed(settings: Mapping[str, Setting]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items()) or "no settings"
-
-
-def _value(text: str) -> Setting:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -20,7 +20,7 @@ from roamc import decode, files
 from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.gpus import rounding
-from roamc.units import Bytes, Seconds, format_bytes, format_parts, format_seconds
+from roamc.units import Bytes, Seconds, format_apart, format_bytes, format_parts, format_seconds
 
 FORMAT = 12
 """Version of the JSON form; increased when a reader of an older version could misread it."""
@@ -136,13 +136,26 @@ class Plan:
             "margin": self.margin_bytes.values(),
         }
         sizes = [f"{format_bytes(sum(sizes))} {name}" for name, sizes in parts.items() if sum(sizes)]
-        total = f"{format_bytes(self.total_bytes)} = {' + '.join(sizes) or 'nothing'}"
+        total = f"{self.against_room[0]} = {' + '.join(sizes) or 'nothing'}"
         if self.fits is None:
             return f"{self.name} needs {total}{self._left_out()}"
-        verdict = f"fits {_with_article(self.room)}" if self.fits else f"does not fit {_with_article(self.room)}"
+        verdict = f"{'fits' if self.fits else 'does not fit'} {self.against_room[1]}"
         if self.added_seconds and self.step_seconds:
             verdict += f"{'' if self.fits else ' even'} with {self.added_seconds / self.step_seconds:.1%} more time"
         return f"{self.name} {verdict}{self._left_out()}: {total}"
+
+    @property
+    def against_room(self) -> tuple[str, str]:
+        """The total, and :attr:`room` with its article, with as many digits as it takes to see which is larger."""
+        total, room = format_apart(self.total_bytes, self.room_bytes)
+        if not self.room_bytes:
+            return format_bytes(self.total_bytes), ""
+        return total, _with_article(self.room.replace(format_bytes(self.room_bytes), room))
+
+    @property
+    def left_bytes(self) -> Bytes:
+        """What :attr:`room` leaves for the step: bytes beside all that is not planned; at least 1, 0 without a room."""
+        return max(1, self.room_bytes - self.total_bytes + self.needed_bytes) if self.room_bytes else 0
 
     def _left_out(self) -> str:
         return ", without the optimizer's states" if WITHOUT_STATES in self.notes else ""
@@ -181,6 +194,11 @@ class Plan:
         if not seconds:
             del data["seconds"]
         return {"format": FORMAT, **data}
+
+    def report(self) -> dict[str, Any]:
+        """Return the plan as plain data with wall times and what follows from its fields, for JSON that tools read."""
+        more = {"fragmentation": self.fragmentation, "total_bytes": self.total_bytes, "fits": self.fits is not False}
+        return {**self.to_dict(seconds=True), **more}
 
     def to_json(self, *, seconds: bool = False) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads.
@@ -227,7 +245,7 @@ class Plan:
             bound = (format_bytes(self.bound_bytes), "on live bytes, for any order")
         share = _against(self.peak_bytes, self.baseline_bytes, f"of eager's{one}")
         return (
-            ("total", format_bytes(self.total_bytes), self._total_remark()),
+            ("total", self.against_room[0], self._total_remark()),
             ("peak", format_bytes(self.peak_bytes), share),
             *self._workspace_rows(),
             *self._budget_rows(),
@@ -241,8 +259,10 @@ class Plan:
         )
 
     def _total_remark(self) -> str:
-        of = f"of {format_bytes(self.room_bytes)}: {self.room}" if self.room_bytes else "of the whole process"
-        return of + self._left_out()
+        if not self.room_bytes:
+            return f"of the whole process{self._left_out()}"
+        size, room = format_apart(self.room_bytes, self.total_bytes)[0], self.against_room[1]
+        return f"of {room if size in room else f'{size}: {self.room}'}{self._left_out()}"
 
     def _margin_rows(self) -> tuple[tuple[str, str, str], ...]:
         if not self.margin_bytes:
@@ -269,19 +289,30 @@ class Plan:
             return ()
         share = self.added_seconds / self.step_seconds if self.step_seconds else 0.0
         added = ("added time", f"{share:.1%}", self._added_remark())
-        return (("budget", self.asked_for, self._budget_remark()), added)
+        asked = format_apart(self.budget_bytes, self.needed_bytes)[0] if self.budget_bytes else self.asked_for
+        return (("budget", asked, self._budget_remark()), added)
 
     def _budget_remark(self) -> str:
         if self.budget_added:
             bound = f"; lower bound of any plan within it {format_bytes(self.least_bytes)}" if self.least_bytes else ""
             return f"of the step's time{bound}"
-        if not self.budget_bytes or self.needed_bytes <= self.budget_bytes:
+        if not self.budget_bytes:
             return ""
-        return f"exceeded: {format_bytes(self.needed_bytes)} needed"
+        whole = f"what {self.against_room[1]} leaves for the step" if self.budget_bytes == self.left_bytes else ""
+        needed = format_apart(self.needed_bytes, self.budget_bytes)[0]
+        if self.needed_bytes > self.budget_bytes:
+            return "; ".join(filter(None, (whole, f"exceeded: {needed} needed")))
+        free = self.budget_bytes >= self.baseline_needed_bytes and not any(self._changed)  # any plan needs less
+        return "; ".join(filter(None, (whole, f"it does not bind: {needed} needed" if free else "")))
+
+    @property
+    def _changed(self) -> tuple[int, int]:
+        """Numbers of operators that run again and of values that are encoded."""
+        decision = self.decisions.get("retain", {})
+        return len(decision.get("reruns", ())), len(decision.get("codes", ()))
 
     def _added_remark(self) -> str:
-        decision = self.decisions.get("retain", {})
-        again, smaller = len(decision.get("reruns", ())), len(decision.get("codes", ()))
+        again, smaller = self._changed
         if not again and not smaller:
             return "nothing is recomputed"
         bound = f"; lower bound {self.added_bound_seconds / self.step_seconds:.1%}" if self.added_bound_seconds else ""

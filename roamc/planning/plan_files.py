@@ -40,7 +40,8 @@ def plan_for(graph: TrainGraph, options: Options, mark: str) -> tuple[TrainGraph
     device, asked = main_device(graph).type, options.memory_budget
     here = {file: plan for file, plan in plans.items() if plan.device == device} or plans
     reasons = {
-        file: _not_kept(plan, terms_of(graph, asked, plan.baseline_needed_bytes), asked) for file, plan in here.items()
+        file: _not_kept(plan, terms_of(graph, asked, plan.baseline_needed_bytes, options.room), asked)
+        for file, plan in here.items()
     }
     file = min(here, key=lambda name: reasons[name] != "")  # the first that keeps the budget
     _refuse(plans[file], reasons[file], file)

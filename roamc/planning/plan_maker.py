@@ -91,7 +91,7 @@ def prepared(
     needs += waiting_bytes(graph, memory, eager=True)
     products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
     maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products, room=options.room)
-    maker = maker.under(terms_of(graph, options.memory_budget, needs))
+    maker = maker.under(terms_of(graph, options.memory_budget, needs, options.room))
     state = State(graph, {}, {}, value_flow.read(graph, Numbers()), verify.constraints(graph))
     return maker, maker.runner.run(state, pipeline.same_for_all_budgets(pipeline.PIPELINE))
 
@@ -118,19 +118,23 @@ def _noted(graph: TrainGraph, memory: MemoryModel, peak: Bytes) -> TrainGraph:
     return graph.replace(notes=(*graph.notes, note))
 
 
-def terms_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes) -> Terms:
-    """Return the terms that a budget asks for.
+def terms_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes, room: Gpu | None = None) -> Terms:
+    """Return the terms that a budget in bytes and what is to hold the process ask for, the tighter of both.
 
     Args:
         graph: the graph to plan; says the device and the bytes of optimizer state.
         asked: the budget as the user sets it; None for none.
         eager_needs: bytes that eager PyTorch takes at its worst step; shares such as "80%" are of these.
+        room: what is to hold the whole process; None for nothing named.
 
     Raises:
         OptionError: a share is less than one byte.
     """
     allowed = asked if asked == budget.LIGHT else "all"
     limit, total = limit_of(graph, asked, eager_needs), budget.total_bytes(asked) > 0
+    whole = limit_of(graph, f"total:{room.capacity}", eager_needs) if room is not None else None
+    if limit and whole and whole < limit:  # 0 asks for the lowest, which no limit lowers
+        limit, total = whole, True
     return Terms(limit, allowed, budget.added_share(asked), total)
 
 

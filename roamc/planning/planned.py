@@ -23,7 +23,7 @@ from roamc.planning import codec_notes, other_orders
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import WITHOUT_STATES, Plan
-from roamc.units import Bytes, Seconds, format_bytes
+from roamc.units import Bytes, Seconds, format_apart, format_bytes
 from roamc.version import __version__
 
 GRADIENT_OF = "gradient of "
@@ -32,7 +32,7 @@ GRADIENT_OF = "gradient of "
 SMALLER = ", or use a smaller batch"
 """End of :data:`RAISE`; ``max_batch`` cuts it off for the smallest batch."""
 
-LARGER = f"take a larger GPU{SMALLER}"
+LARGER = f"Take a larger GPU{SMALLER}"
 """What to do where no plan fits a GPU."""
 
 RAISE = f"Raise the budget{SMALLER}"
@@ -161,11 +161,11 @@ def check_budget(planned: Planned, limit: Bytes | None, *, total: bool) -> None:
     if not limit or plan.limited_bytes(total=total) <= limit:
         return
     how = "with as much recomputation as helps" if retain.NAME in plan.decisions else "without recomputation"
-    needs = f"{plan.name} needs {format_bytes(plan.needed_bytes)} ({plan.needed_bytes} bytes) at its peak, above "
-    needs += f"memory_budget={format_bytes(limit)}"
+    needed, allowed = format_apart(plan.needed_bytes, limit)
+    needs = f"{plan.name} needs {needed} ({plan.needed_bytes} bytes) at its peak, above memory_budget={allowed}"
     advice = RAISE
-    if plan.fits is False:
-        needs, advice = plan.headline, LARGER[0].upper() + LARGER[1:] if plan.margin_bytes else RAISE
+    if limit == plan.left_bytes:
+        needs, advice = plan.headline, RAISE if plan.room == format_bytes(plan.room_bytes) else LARGER
     largest = "; ".join((_largest(planned.graph), *assumed(planned.graph)))
     raise BudgetError(f"{needs}, {how}; {largest}. {advice}", plan)
 

@@ -187,7 +187,7 @@ class PlanSearch:
         Raises:
             OptionError: a share of eager's bytes is less than one byte.
         """
-        return terms_of(self._start.graph, asked, self._maker.eager_needs)
+        return terms_of(self._start.graph, asked, self._maker.eager_needs, self._maker.room)
 
     @property
     def fingerprint(self) -> str:

@@ -185,7 +185,7 @@ class Explanation:
             by: as for :func:`groups`.
         """
         data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "graph"}
-        data["plan"] = self.plan.to_dict(seconds=True)
+        data["plan"] = self.plan.report()
         for key in ("eager", "planned"):
             data[key] = dataclasses.asdict(data[key])
             data[key]["groups"] = [dataclasses.asdict(group) for group in groups(getattr(self, key), by)][:top]

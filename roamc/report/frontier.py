@@ -28,8 +28,8 @@ class Point:
     fits: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return budget, ``fits`` and the fields of the plan as plain data, ready for JSON."""
-        return {"budget": self.budget, "fits": self.fits, **self.plan.to_dict(seconds=True)}
+        """Return budget, ``fits`` and the report of the plan as plain data, ready for JSON."""
+        return {**self.plan.report(), "budget": self.budget, "fits": self.fits}
 
 
 def frontier(graph: TrainGraph, options: Options, budgets: Sequence[Budget]) -> tuple[Point, ...]:

@@ -16,7 +16,7 @@ from roamc.report.fused import Grouped
 from roamc.report.kernels import KernelReport
 from roamc.report.projected import WAITS
 from roamc.report.tables import say, show_rows
-from roamc.units import Bytes, Seconds, format_bytes, format_parts
+from roamc.units import Bytes, Seconds, format_apart, format_bytes, format_parts
 
 BAR = 20
 """Characters of the longest bar."""
@@ -145,23 +145,31 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
     first = points[0].plan
     eager, all_of_them = first.baseline_needed_bytes, f", {first.in_flight} micro-batches in flight"
     more = all_of_them if first.in_flight > 1 else ""
-    say(out, f"plans of {name}, where eager needs {format_bytes(eager)}{more}")
+    room = f"; the total is to fit {first.against_room[1]}" if first.room_bytes else ""
+    say(out, f"plans of {name}, where eager needs {format_bytes(eager)}{more}{room}")
     rows = [
         (
-            str(point.budget) if isinstance(point.budget, str) else format_bytes(point.budget),
-            format_bytes(point.plan.needed_bytes),
+            point.budget if isinstance(point.budget, str) else format_apart(point.budget, point.plan.needed_bytes)[0],
+            format_apart(point.plan.needed_bytes, point.plan.budget_bytes or 0)[0],
+            point.plan.against_room[0],
             f"{point.plan.needed_bytes / eager:.3f}",
             f"{point.plan.added_seconds / point.plan.step_seconds:.1%}"
             if "retain" in point.plan.decisions and point.plan.step_seconds
             else "",
             f"{point.plan.added_bound_seconds / point.plan.step_seconds:.1%}" if point.plan.added_bound_seconds else "",
             str(len(point.plan.decisions.get("retain", {}).get("reruns", ()))),
-            "" if point.fits else "does not fit",
+            _verdict(point),
         )
         for point in points
     ]
-    headings = ("budget", "needs", "of eager's", "added time", "lower bound", "recomputed", "")
-    show_rows(out, headings, rows, (0, 1, 2, 3, 4, 5), ("of eager's", "recomputed", "lower bound"))
+    headings = ("budget", "needs", "total", "of eager's", "added time", "lower bound", "recomputed", "")
+    show_rows(out, headings, rows, (0, 1, 2, 3, 4, 5, 6), ("of eager's", "recomputed", "lower bound"))
+
+
+def _verdict(point: Point) -> str:
+    if point.fits:
+        return "fits" if point.plan.fits else ""
+    return "above the budget" if point.plan.fits else "does not fit"
 
 
 def stage_times(seconds: Mapping[str, Seconds]) -> str:

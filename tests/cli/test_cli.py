@@ -225,7 +225,7 @@ def test_several_budgets_are_compared_in_one_table() -> None:
     assert peaks == sorted(peaks, reverse=True)
     assert added == sorted(added)
     shown = run("plan", "gpt", *SMALL, *budgets).stdout
-    assert re.search(r"budget +needs +of eager's +added time", shown)
+    assert re.search(r"budget +needs +total +of eager's +added time", shown)
     assert re.search(r"budget +light", run("plan", "gpt", *SMALL, "--memory-budget", "light").stdout)
     refused = run("plan", "gpt", *SMALL, "--memory-budget", "1kB", "--memory-budget", "90%", "--json", code=2)
     assert [point["fits"] for point in json.loads(refused.stdout)] == [False, True]

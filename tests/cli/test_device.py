@@ -136,6 +136,8 @@ def test_device_or_profile_of_python_that_cannot_be() -> None:
     model, x = torch.nn.Linear(2, 2), torch.zeros(2, 2)
     with pytest.raises(roamc.OptionError, match="device must be one of cpu, cuda, not 'tpu'"):
         roamc.plan(model, x, device="tpu")
+    with pytest.raises(roamc.OptionError, match="gpu='h100' plans for a GPU, and device='cpu' for a CPU: leave one"):
+        roamc.plan(model, x, device="cpu", gpu="h100")
     with pytest.raises(roamc.OptionError, match="profile 'cpu' describes a cpu; give a GPU's, such as h100"):
         roamc.plan(model, x, device="cuda", profile="cpu")
 

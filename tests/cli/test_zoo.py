@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from roamc.cli import zoo
+from roamc.cli.models import MODELS
 from roamc.errors import CaptureError, OptionError
-from roamc.frontends.workload import capture, from_file, made, parse_setting
+from roamc.frontends.workload import capture, from_file, made
 from roamc.graph import Phase, operators, source_line
 from roamc.options import Options
 from roamc.planning import search
+from roamc.settings import parse_setting
 
 TEXT = {"batch": 2, "seq": 16, "layers": 2, "width": 32, "heads": 4, "vocab": 64}
 SMALL: dict[str, dict[str, int]] = {
@@ -84,8 +86,8 @@ def file(tmp_path: Path) -> str:
 
 
 def test_every_model_has_a_small_case() -> None:
-    assert set(SMALL) == set(zoo.MODELS) - LARGER
-    assert all(zoo.MODELS[name].settings.keys() == zoo.MODELS["gpt3-22b"].settings.keys() for name in LARGER)
+    assert set(SMALL) == set(MODELS) - LARGER
+    assert all(MODELS[name].settings.keys() == MODELS["gpt3-22b"].settings.keys() for name in LARGER)
 
 
 @pytest.mark.parametrize("name", SMALL)

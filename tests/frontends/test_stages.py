@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import roamc
 from roamc.cli import request, zoo
 from roamc.cli.commands import app
+from roamc.cli.models import settings_of
 from roamc.cli.request import Request, stages, workload_of
 from roamc.cli.stages import StagePlan, fullest
 from roamc.errors import OptionError, VerifyError
@@ -202,7 +203,7 @@ def test_the_command_line_refuses_in_one_line(more: tuple[str, ...], said: str) 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "vit"])
 def test_a_stage_with_both_ends_says_so(name: str) -> None:
-    (note,) = ends_note(zoo.settings_of(name), Stage(0, 2))
+    (note,) = ends_note(settings_of(name), Stage(0, 2))
     assert "embedding, head and loss" in note
-    assert not ends_note(zoo.settings_of(name), Stage())
-    assert not ends_note(zoo.settings_of("gpt"), Stage(0, 2))
+    assert not ends_note(settings_of(name), Stage())
+    assert not ends_note(settings_of("gpt"), Stage(0, 2))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import roamc
@@ -19,6 +22,8 @@ from roamc.graph import TrainGraph
 from roamc.options import parse_options
 from roamc.planning import search
 from roamc.planning.plan import Plan
+from roamc.report.frontier import frontier
+from roamc.report.text import show_points
 from roamc.units import format_bytes
 from tests.cli.test_cli import run
 
@@ -66,8 +71,7 @@ def _graph(name: str) -> tuple[TrainGraph, int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_total_is_the_sum_by_hand_and_the_verdict_right(name: str, gpu: str) -> None:
     graph, held = _graph(name)
-    # "100%" rather than the GPU's own budget, so that a plan that does not fit is made and not refused
-    plan = search.run(graph, parse_options({"gpu": gpu, "memory_budget": "100%"})).plan
+    plan = _plan_or_refused(graph, {"gpu": gpu})
     by_hand = held + plan.needed_bytes + CONTEXT + LIBRARIES + held // 50
     by_hand += (plan.needed_bytes - plan.arena_bytes) // 50
     assert plan.total_bytes == by_hand
@@ -98,6 +102,76 @@ def test_what_the_allocator_loses_outside_the_arena_is_part_of_what_has_to_fit(n
     assert (kept.added_seconds, kept.fits) == (0, True)
 
 
+def _plan_or_refused(graph: TrainGraph, options: dict[str, object]) -> Plan:
+    try:
+        return search.run(graph, parse_options(options)).plan
+    except BudgetError as error:
+        return error.plan  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("budget", [10**12, "100%", "total:1TB", "device"])
+def test_the_tighter_of_budget_and_gpu_leads(budget: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roamc.budget._free", lambda device: 10**12)
+    free = search.run(_graph("convolutions")[0], parse_options({"profile": "h100"})).plan
+    gpu = free.total_bytes - 5000
+    alone = search.run(_graph("convolutions")[0], parse_options({"gpu": gpu})).plan
+    assert alone.needed_bytes < free.needed_bytes
+    assert search.run(_graph("convolutions")[0], parse_options({"gpu": gpu, "memory_budget": budget})).plan == alone
+    assert any(label == "budget" and "leaves for the step" in remark for label, _, remark in alone.rows())
+    tight = search.run(
+        _graph("convolutions")[0], parse_options({"gpu": "h100", "memory_budget": alone.needed_bytes})
+    ).plan
+    assert tight.budget_bytes == alone.needed_bytes
+    with pytest.raises(BudgetError, match=r"above memory_budget=1\.001 kB, .*\. Raise the budget"):
+        search.run(_graph("convolutions")[0], parse_options({"gpu": gpu, "memory_budget": 1001}))
+
+
+def test_a_larger_gpu_is_advised_where_one_was_named() -> None:
+    for options, advice in (({"gpu": "600MB"}, "Take a larger GPU"), ({"memory_budget": "total:600MB"}, "Raise the")):
+        with pytest.raises(BudgetError, match=rf"does not fit .*\. {advice}"):
+            search.run(_graph("encoder")[0], parse_options(options))
+
+
+def _shown(plan: Plan, label: str) -> str:
+    return next(" ".join((value, remark)) for name, value, remark in plan.rows() if name == label)
+
+
+def test_sizes_have_the_digits_that_show_the_verdict() -> None:
+    plan = search.run(_graph("encoder")[0], parse_options({"memory_budget": "total:1GB"})).plan
+    assert _shown(plan, "total") == f"{format_bytes(plan.total_bytes)} of 1 GB"
+    above = replace(plan, room="80 GB", room_bytes=80 * 10**9, needed_bytes=80 * 10**9 - plan.total_bytes + 2_000_000)
+    above = replace(above, needed_bytes=above.needed_bytes + plan.needed_bytes - 1_000_000)
+    assert above.total_bytes == 80_001_000_000
+    assert "does not fit 80 GB: 80.001 GB = " in above.headline
+    assert _shown(above, "total") == "80.001 GB of 80 GB"
+    named = replace(above, room="GPU of 80 GB")
+    assert _shown(named, "total") == "80.001 GB of a GPU of 80 GB"
+    budget = replace(plan, needed_bytes=80_000_100_000, budget_bytes=80_000_000_000)
+    assert _shown(budget, "budget").startswith("80 GB ")
+    assert _shown(budget, "budget").endswith("exceeded: 80.0001 GB needed")
+
+
+def test_a_budget_that_does_not_bind_says_what_is_needed() -> None:
+    free = search.run(_graph("convolutions")[0], parse_options({"memory_budget": "100TB", "profile": "h100"})).plan
+    assert _shown(free, "budget") == f"100 TB it does not bind: {format_bytes(free.needed_bytes)} needed"
+    lower = search.run(_graph("convolutions")[0], parse_options({"memory_budget": free.needed_bytes - 5000})).plan
+    assert "bind" not in _shown(lower, "budget")
+
+
+def test_the_table_of_several_budgets_has_totals_and_verdicts() -> None:
+    free = search.run(_graph("convolutions")[0], parse_options({"profile": "h100"})).plan
+    gpu = free.total_bytes - 5000
+    points = frontier(_graph("convolutions")[0], parse_options({"gpu": gpu}), [10**12, "min", 2000])
+    out = Console(width=160, record=True, file=io.StringIO())
+    show_points(out, "convolutions", points)
+    first, heading, *rows = out.export_text().splitlines()
+    assert first.endswith("the total is to fit a GPU of 604.04 MB")
+    assert heading.split()[:3] == ["budget", "needs", "total"]
+    assert [row.split()[-1] for row in rows] == ["fits", "fits", "budget"]
+    assert rows[-1].endswith("above the budget")
+    assert points[0].to_dict()["total_bytes"] == points[0].plan.total_bytes
+
+
 def test_some_pairs_do_not_fit() -> None:
     with pytest.raises(BudgetError, match=r"huge does not fit an L4 \(24 GB\).* Take a larger GPU, or use a smaller"):
         search.run(_graph("huge")[0], parse_options({"gpu": "l4"}))
@@ -110,7 +184,7 @@ def test_a_budget_on_the_total_leaves_out_what_is_held() -> None:
     assert enough.fits
     held = free.total_bytes - free.needed_bytes
     assert f"encoder fits {format_bytes(free.total_bytes)}" in enough.headline
-    with pytest.raises(BudgetError, match=f"encoder does not fit {format_bytes(held + 1000)}"):
+    with pytest.raises(BudgetError, match=r"encoder does not fit 603\.99 MB even .*: 604\.02 MB"):
         search.run(_graph("encoder")[0], parse_options({"memory_budget": f"total:{held + 1000}"}))
 
 

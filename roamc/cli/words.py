@@ -1,0 +1,104 @@
+"""What the words of a command line say before anything is built: settings, options, and what is wrong with their names.
+
+No torch in here: an error of usage is answered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from re import fullmatch
+from typing import Any
+
+from roamc.budget import parse_budget
+from roamc.cli.asked import Request
+from roamc.cli.models import MODELS, checked, is_function, is_path
+from roamc.errors import OptionError, nearest
+from roamc.gpus import gpu_of
+from roamc.options import parse_options
+from roamc.settings import OPTIMIZERS, Setting, check_device, parse_setting
+
+NO_OPTIMIZER = "none"
+"""What ``--optimizer`` takes for forward and backward of the loss without an update."""
+
+FRACTION = r"[0-9]+/[1-9][0-9]*"
+
+COMPACT: Mapping[str, Callable[[Any], Any]] = {
+    "rank": lambda value: float(Fraction(value)) if isinstance(value, str) and fullmatch(FRACTION, value) else value,
+    "dense": lambda value: tuple(part.strip() for part in str(value).split(",") if part.strip()),
+    **dict.fromkeys(("every", "scale", "basis", "seed", "dense_lr"), lambda value: value),
+}
+"""Settings of the optimizer that ``--set`` gives beside those of the model, with ``--optimizer compact``, by name, and
+how each is read."""
+
+NEED_TORCH = ("profile", "gpu")
+"""Options of which torch is needed to say whether they are right."""
+
+
+def check_words(request: Request, budgets: Iterable[str]) -> None:
+    """Refuse names of models, settings, optimizers, devices and options that there are not, and wrong budgets.
+
+    What takes torch to know, such as names of passes, and files are checked later.
+
+    Args:
+        request: what is asked for, without a budget.
+        budgets: each budget.
+
+    Raises:
+        OptionError: names the nearest.
+    """
+    for budget in budgets:
+        parse_budget(budget)
+    check_device(request.device, "--device")
+    if request.gpu is not None:
+        gpu_of(request.gpu)
+        if request.device == "cpu":
+            raise OptionError(f"--gpu {request.gpu} plans for a GPU, and --device cpu for a CPU: leave one of them out")
+    check_optimizer(request.optimizer)
+    parse_options({name: value for name, value in options_in(request).items() if name not in NEED_TORCH})
+    if request.target in MODELS or not (is_function(request.target) or is_path(request.target)):
+        checked(request.target, settings_in(request))
+
+
+def check_optimizer(name: str | None) -> None:
+    """Refuse a name that is that of no optimizer; None is the default's.
+
+    Raises:
+        OptionError: names the nearest.
+    """
+    if name is not None and name not in (*OPTIMIZERS, NO_OPTIMIZER):
+        hint = f"{nearest(name, OPTIMIZERS)} Optimizers: {', '.join((*OPTIMIZERS, NO_OPTIMIZER))}"
+        raise OptionError(f"unknown optimizer {name!r}{hint}")
+
+
+def options_in(request: Request) -> dict[str, Any]:
+    """Return roamc's options in ``request``, as they stand there, its memory budget and device profile among them.
+
+    Raises:
+        OptionError: one is given twice, or is no ``key=value``; or it is ``plan``.
+    """
+    pairs = [parse_setting(text) for text in request.options]
+    options: dict[str, Any] = dict(pairs)
+    if len(options) < len(pairs):
+        twice = next(name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1)
+        raise OptionError(f"--option {twice} is given twice; codecs and disable take several names: {twice}=a,b")
+    if "plan" in options:
+        raise OptionError(
+            "--option plan applies a saved plan to what runs, and the command line plans anew: leave it out; roamc "
+            f"plan {options['plan']} tells a saved plan"
+        )
+    own = {"memory_budget": request.memory_budget, "profile": request.profile, "gpu": request.gpu}
+    return options | {name: value for name, value in own.items() if value is not None}
+
+
+def settings_in(request: Request) -> dict[str, Setting]:
+    """Return the settings of the whole model in ``request``."""
+    settings: dict[str, Setting] = {key: value for key, value in request.sizes.items() if value is not None}
+    settings.update(parse_setting(text) for text in request.sets)
+    return {key: value for key, value in settings.items() if key not in settings_of_optimizer(request)}
+
+
+def settings_of_optimizer(request: Request) -> dict[str, Any]:
+    """Return those of ``request.sets`` that are the optimizer's."""
+    sets = dict(parse_setting(text) for text in request.sets) if request.optimizer == "compact" else {}
+    return {key: COMPACT[key](value) for key, value in sets.items() if key in COMPACT}
