@@ -155,7 +155,7 @@ class Plan:
     @property
     def left_bytes(self) -> Bytes:
         """What :attr:`room` leaves for the step: bytes beside all that is not planned; at least 1, 0 without a room."""
-        return max(1, self.room_bytes - self.total_bytes + self.needed_bytes) if self.room_bytes else 0
+        return max(1, self.room_bytes - self.total_bytes + self.limited_bytes(total=True)) if self.room_bytes else 0
 
     def _left_out(self) -> str:
         return ", without the optimizer's states" if WITHOUT_STATES in self.notes else ""

@@ -164,7 +164,7 @@ def check_budget(planned: Planned, limit: Bytes | None, *, total: bool) -> None:
     needed, allowed = format_apart(plan.needed_bytes, limit)
     needs = f"{plan.name} needs {needed} ({plan.needed_bytes} bytes) at its peak, above memory_budget={allowed}"
     advice = RAISE
-    if limit == plan.left_bytes:
+    if total:
         needs, advice = plan.headline, RAISE if plan.room == format_bytes(plan.room_bytes) else LARGER
     largest = "; ".join((_largest(planned.graph), *assumed(planned.graph)))
     raise BudgetError(f"{needs}, {how}; {largest}. {advice}", plan)
