@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from roamc.compat_dtensor import is_dtensor, part_of
@@ -225,12 +225,37 @@ def trace(function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMod
     try:
         with (
             mode, enable_python_dispatcher(), lines[0], lines[1], lines[2], checkpoints_followed(), quiet_meta(), here,
-            _use_lazy_graph_module(True),
+            _use_lazy_graph_module(True), _without_failed_calls(),
         ):  # fmt: skip
             return make_fx(function, _readers(mode), tracing_mode="real", record_stack_traces=True)(*args)
     finally:
         if isinstance(mode, CaptureMode):
             mode.over = True
+
+
+@contextlib.contextmanager
+def _without_failed_calls() -> Iterator[None]:
+    """Within this context, keep operators that raise an error out of the graph: the function may catch it and go on.
+
+    torch adds the node first, and one that writes in place would stay, and raise in every step.
+    """
+    plain = ProxyTorchDispatchMode.__torch_dispatch__
+
+    def erase(graph: fx.Graph, last: fx.Node | None, func: Any) -> None:
+        node = next(iter(reversed(graph.nodes)), None)
+        if node is not None and node is not last and node.target is func and not node.users:
+            graph.erase_node(node)
+
+    def dispatch(self: Any, func: Any, *args: Any) -> Any:
+        graph: fx.Graph = self.tracer.graph
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(erase, graph, next(iter(reversed(graph.nodes)), None), func)
+            result = plain(self, func, *args)
+            on_error.pop_all()
+        return result
+
+    with mock.patch.object(ProxyTorchDispatchMode, "__torch_dispatch__", dispatch):
+        yield
 
 
 def _readers(mode: FakeTensorMode) -> dict[OpOverload, Callable[..., Any]]:

@@ -197,7 +197,8 @@ class Reads:
 
     def miss(self, module: nn.Module, name: str) -> None:
         """Note that the trace asks one of the ``described`` modules in vain for an attribute, which it may set then."""
-        held = (module._parameters, module._buffers, module._modules)
+        own = object.__getattribute__(module, "__dict__")  # in which a module of torch.jit.trace lacks some of these
+        held = [own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")]
         if id(module) in self._described and not name.startswith("__") and not any(name in names for names in held):
             self._note(module, name)
 
