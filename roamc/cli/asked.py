@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -165,6 +166,8 @@ class Request:
         mesh: the ranks to plan for, such as "dp=1,pp=8,tp=8"; None for one.
         tp_plan: how ``tp`` splits layers, each as ``pattern=word``; empty for the model's own way.
         stage: number of the pipeline's stage, from 0; None for the first.
+        words: the target and the options as they stand on the command line, but for budgets, batch and stage; empty
+            where nothing does.
     """
 
     target: str
@@ -182,6 +185,7 @@ class Request:
     mesh: str | None = None
     tp_plan: tuple[str, ...] = ()
     stage: int | None = None
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -237,11 +241,29 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(context: typer.Context, **arguments: Any) -> None:
-        asked = _asked(**{name: arguments.pop(name) for name in shared})
-        command(dataclasses.replace(asked, given=_given(context)), **arguments)
+        values = {name: arguments.pop(name) for name in shared}
+        asked, given = _asked(**values), _given(context)
+        options = (
+            _words(given[name], value) for name, value in values.items() if name in given and name not in _LEFT_OUT
+        )
+        request = dataclasses.replace(asked.request, words=(asked.request.target, *itertools.chain(*options)))
+        command(dataclasses.replace(asked, request=request, given=given), **arguments)
 
     run.__signature__ = own.replace(parameters=[*shared.values(), *others, context])  # type: ignore[attr-defined]
     return run
+
+
+_LEFT_OUT = ("target", "batch", "memory_budget", "stage")
+"""Parameters that :attr:`Request.words` leaves out as options."""
+
+
+def _words(option: str, value: Any) -> tuple[str, ...]:
+    """An option as it is written; of one that is repeated, a ``--set batch=`` is left out."""
+    if isinstance(value, bool):
+        return (option,)
+    several = value if isinstance(value, list) else [value]
+    kept = (str(each) for each in several if not str(each).startswith("batch="))
+    return tuple(word for each in kept for word in (option, each))
 
 
 def _given(context: typer.Context) -> dict[str, str]:

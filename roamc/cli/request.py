@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 from roamc import ticker
 from roamc.budget import parse_budget
+from roamc.budget import total_bytes as total_of
 from roamc.capture.moved import device_of
 from roamc.cli import configs, zoo
 from roamc.cli.asked import Request
@@ -31,7 +33,7 @@ from roamc.frontends.workload import OPTIMIZERS, Workload, capture, from_file
 from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options
 from roamc.planning import search
-from roamc.planning.planned import LARGER, Planned
+from roamc.planning.planned import LARGER, SMALLER, Planned
 from roamc.report.curve import Curve, trace
 from roamc.report.explain import Explanation, Lives, explain, find_peak, lives_of
 from roamc.report.frontier import Point, frontier
@@ -131,7 +133,7 @@ def _stage_plan(request: Request, graph: TrainGraph, options: Options, seconds: 
         say(f"stage {stage.number}: {text}")
 
     try:
-        planned, _ = _planned(graph, options, seconds, say_stage, curve=False)
+        planned, _ = _planned(request, graph, options, seconds, say_stage, curve=False)
     except BudgetError as error:
         lowest: Any = error.plan
         return StagePlan(stage, lowest, lowest.step_seconds + lowest.added_seconds, fits=False)
@@ -214,7 +216,7 @@ def _explained(
         lives = lives_of(graph, eager=True)
         profile = load_profile(main_device(graph), options.profile)
         eager, before = find_peak(graph, lives), course(graph, lives, profile)  # planning moves the nodes
-        planned, traced = _planned(graph, options, seconds, say, curve)
+        planned, traced = _planned(request, graph, options, seconds, say, curve)
     planned = _of_mesh(planned, request, mesh)
     lives = lives_of(planned.graph)
     report = explain(eager, planned, lives, emit(planned.graph).listing if source else "", traced)
@@ -241,31 +243,51 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
 
 
 def _planned(
-    graph: TrainGraph, options: Options, seconds: Seconds, say: Say, curve: bool
+    request: Request, graph: TrainGraph, options: Options, seconds: Seconds, say: Say, curve: bool
 ) -> tuple[Planned, Curve | None]:
     """The plan, with the ``seconds`` of capture among its times, and its curve; None for that if it is not wanted."""
+    smaller = _smaller(request, options)
     if curve:
         say("getting the solvers ready, for which a new installation compiles them")
         warm_up()
     say(f"planning {graph.name}")
     with ticker.listening(lambda text: say(f"planning {graph.name}, {text}")):
         trials = search.PlanSearch(graph, options, many=curve or options.gpu is not None)
-        planned = _with_way_out(trials.run(), trials)
+        try:
+            planned = _with_way_out(trials.run(), trials, smaller)
+        except BudgetError as error:
+            raise BudgetError(f"{error}{smaller}", error.plan) from error
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
     traced = trace(trials, plan, lambda stage: say(f"planning {graph.name}, the curve: {stage}")) if curve else None
     return dataclasses.replace(planned, plan=plan), traced
 
 
-def _with_way_out(planned: Planned, trials: search.PlanSearch) -> Planned:
-    """The plan; where its GPU does not hold it under the budget asked for, with a note on what would."""
+def _smaller(request: Request, options: Options) -> str:
+    """The command that looks for the largest batch with the same options, behind a colon; "" where none is known to."""
+    sized = request.sizes.get("batch") is not None or any(text.startswith("batch=") for text in request.sets)
+    asked, gpu = options.memory_budget, options.gpu is not None
+    limits = total_of(asked) > 0 or (not gpu and (isinstance(asked, int) or asked == "device"))
+    from_a_file = ":" in request.target or request.target.endswith(".py")
+    if not request.words or not (limits or gpu) or (from_a_file and not sized):
+        return ""
+    stage = () if request.stage is None else ("--stage", str(request.stage))
+    budget = ("--memory-budget", request.memory_budget) if limits and request.memory_budget else ()
+    return f": {shlex.join(('roamc', 'max-batch', *request.words, *stage, *budget))}"
+
+
+def _with_way_out(planned: Planned, trials: search.PlanSearch, smaller: str) -> Planned:
+    """The plan; where its GPU does not hold it under the budget asked for, with a note on what would.
+
+    ``smaller`` is what :func:`_smaller` returned.
+    """
     plan = planned.plan
     if plan.fits is not False:
         return planned
     other = trials.fit(trials.terms_of(f"total:{plan.room_bytes}")).plan
     more = f" with {other.added_seconds / other.step_seconds:.1%} more time than without a budget"
-    note = f"it fits{more if other.added_seconds else ''}: leave the memory budget out"
+    note = f"it fits{more if other.added_seconds else ''}: leave the memory budget out{SMALLER}{smaller}"
     if other.fits is False:
-        note = f"at least {format_bytes(other.total_bytes)}, with as much recomputation as helps. {LARGER}"
+        note = f"at least {format_bytes(other.total_bytes)}, with as much recomputation as helps. {LARGER}{smaller}"
     return dataclasses.replace(planned, plan=dataclasses.replace(plan, notes=(note, *plan.notes)))
 
 

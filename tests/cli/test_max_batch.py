@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,41 @@ def test_json_is_what_plan_says_of_both_sizes() -> None:
     for size, code in ((answer["size"], 0), (answer["too_large"], 2)):
         arguments = ["plan", "gpt", *SMALL, "--memory-budget", "700kB", "--device", "cuda", "--batch", str(size)]
         assert CliRunner().invoke(app, arguments).exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("asked", "command"),
+    [
+        (("--memory-budget", "100kB", "--stage", "0", "--mesh", "pp=1"), "--mesh pp=1 --stage 0 --memory-budget 100kB"),
+        (("--gpu", "577MB", "--set", "batch=9"), "--gpu 577MB"),
+        (("--gpu", "577MB", "--memory-budget", "100%"), "--gpu 577MB"),
+    ],
+)
+def test_a_plan_that_does_not_fit_names_the_command_that_looks_for_a_smaller_batch(
+    asked: tuple[str, ...], command: str
+) -> None:
+    result = CliRunner().invoke(app, ["plan", "gpt", *SMALL, "--batch", "64", *asked])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2
+    assert f"or use a smaller batch: roamc max-batch gpt {' '.join(SMALL)} {command}" in said
+    assert "--batch 64" not in said
+    assert "batch=9" not in said
+
+
+def test_the_command_that_is_named_finds_the_batch() -> None:
+    budget = ("--memory-budget", "total:300kB", "--optimizer", "sgd")
+    said = CliRunner().invoke(app, ["plan", "gpt", *SMALL, "--batch", "64", *budget]).output
+    _, _, words = said.rstrip().rpartition(": roamc max-batch ")
+    assert re.match(r"gpt: the largest batch that fits is \d+; \d+ does not fit", run(*words.split()).stdout)
+
+
+def test_no_command_is_named_for_a_function_that_may_have_no_batch(file: str) -> None:
+    said = CliRunner().invoke(app, ["plan", f"{file}:without", "--memory-budget", "1kB"]).output
+    assert said.rstrip().endswith("or use a smaller batch")
+    said = (
+        CliRunner().invoke(app, ["plan", f"{file}:make", "--meta", "--batch", "999", "--memory-budget", "100kB"]).output
+    )
+    assert said.rstrip().endswith(f"roamc max-batch {file}:make --meta --memory-budget 100kB")
 
 
 def test_gpu_is_a_limit_of_the_whole_process() -> None:
