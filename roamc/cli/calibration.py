@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,18 @@ def measured(ranks: Ranks, *, quick: bool, say: Callable[[str, int], None] | Non
     links = ranks.each(lambda: measure_links(device, placed, profile.overhead, quick=quick, say=say))
     return dataclasses.replace(
         profile, links={**profile.links, **links}, source=f"{profile.source}; {_source(placed, device)}"
+    )
+
+
+def busy(threads: int) -> str:
+    """Return a sentence about other load on this machine beside ``threads`` of torch's; "" where they have cores."""
+    load = os.getloadavg()[0]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if load + threads <= cores + 1:
+        return ""
+    return (
+        f"other processes were busy here, with a load average of {load:.1f} on {cores} cores: what was measured may be "
+        "too slow; calibrate again when the machine is idle"
     )
 
 

@@ -324,7 +324,9 @@ def measure(
     torchrun --nproc-per-node 8 -m roamc calibrate --device cuda
     """
     with Stages(IMPORTING):
-        from roamc.cli.calibration import measured, stored
+        import torch
+
+        from roamc.cli.calibration import busy, measured, stored
         from roamc.cli.ranks import among_ranks
         from roamc.cost.measure import ROUNDS
         from roamc.report.device import rows
@@ -332,9 +334,12 @@ def measure(
     with _reported(debug, as_json), among_ranks(device, lambda error: _sentence(error, debug)) as ranks:
         if output is not None:
             ranks.first(lambda: _check_writable(output))
+        load = busy(torch.get_num_threads())
         with Stages(f"measuring {device}", ROUNDS) if ranks.number == 0 else contextlib.nullcontext() as stages:
             profile = measured(ranks, quick=quick, say=None if stages is None else stages.now)
         path = stored(ranks, profile, output)
+        if load and ranks.number == 0:
+            typer.echo(f"note: {load}", err=True)
         if ranks.number != 0:
             typer.echo(f"rank {ranks.number}: rank 0 has written the profile to {path}", err=as_json)
         elif as_json:
@@ -393,7 +398,7 @@ def demo(
         stage = "training with and without roamc"
         with Stages(stage, steps) as stages:
             task = Task("eager", steps, batch, seq, layers, width, heads, memory_budget)
-            stages.now("getting the solvers ready, for which a new installation compiles them")
+            stages.now("getting the solvers ready")
             warm_up()
             stages.now("starting a process for each side")
             result = race(task, lambda done: stages.now(stage, done))

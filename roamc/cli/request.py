@@ -86,7 +86,7 @@ def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage:
     parsed_budgets = [budget for budget in map(parse_budget, budgets) if budget is not None]
     with mesh.planned_for():
         graph, _ = _captured(request, options, mesh, say)
-        say("getting the solvers ready, for which a new installation compiles them")
+        say("getting the solvers ready")
         warm_up()
         say(f"planning {graph.name}, {len(parsed_budgets)} budgets")
         frontier_points = frontier(graph, options, parsed_budgets)
@@ -248,7 +248,7 @@ def _planned(
     """The plan, with the ``seconds`` of capture among its times, and its curve; None for that if it is not wanted."""
     smaller = _smaller(request, options)
     if curve:
-        say("getting the solvers ready, for which a new installation compiles them")
+        say("getting the solvers ready")
         warm_up()
     say(f"planning {graph.name}")
     with ticker.listening(lambda text: say(f"planning {graph.name}, {text}")):

@@ -238,18 +238,16 @@ class _Step:
             check_forward(model, batch, self.named, "those of roamc.plan behind the model")
         with ticker.planning(workload.name, options.memory_budget):
             if self.forward_backward:
-                graph = capture(workload, forward_backward=True, device=self.device)
-                return self._alone(graph, options, in_flight)
-            step_or_graph = workload if self.loss_fn else with_loss(workload, limit, device=self.device)
+                step_or_graph: Workload | TrainGraph = capture(workload, forward_backward=True, device=self.device)
+            else:
+                step_or_graph = with_loss(workload, limit, device=self.device)
             if isinstance(step_or_graph, TrainGraph):
-                return self._alone(step_or_graph, options, in_flight)
+                noted = devices.noted(step_or_graph, options, self.device).replace(in_flight=in_flight)
+                return together.alone(noted, options).plan
         assert step_or_graph.loss_fn is not None
         step = TrainStep(model, step_or_graph.loss_fn, optimizer or optimizer_of(step_or_graph), options, limit)
         step_plan = step.plan_in_flight(in_flight, batch, self.named, self.device)
         return dataclasses.replace(step_plan, notes=(*step_plan.notes, *step_or_graph.notes))
-
-    def _alone(self, graph: TrainGraph, options: Options, in_flight: int) -> Plan:
-        return together.alone(devices.noted(graph, options, self.device).replace(in_flight=in_flight), options).plan
 
 
 def _plan_on(

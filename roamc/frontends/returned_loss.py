@@ -27,7 +27,7 @@ def with_advice(loss: torch.Tensor) -> torch.Tensor:
     own = _Backward(loss)
     loss.backward = own  # type: ignore[method-assign]
     loss.__deepcopy__ = own.deep_copy  # type: ignore[method-assign]
-    loss.__getstate__ = _nothing  # type: ignore[method-assign]
+    loss.__getstate__ = own.state  # type: ignore[method-assign]
     return loss
 
 
@@ -56,12 +56,18 @@ class _Backward:
         """Return a deep copy of the loss, whose ``backward`` is torch's."""
         loss = self._loss()
         assert loss is not None  # it is being copied
-        own = {name: loss.__dict__.pop(name) for name in ("backward", "__deepcopy__", "__getstate__")}
+        own = {name: loss.__dict__.pop(name) for name in _OWN}
         try:
             return loss.__deepcopy__(memo)  # type: ignore[no-any-return]
         finally:
             loss.__dict__.update(own)
 
+    def state(self) -> dict[str, Any] | None:
+        """Return what users have set on the loss, for pickles; None where there is nothing, as of any tensor."""
+        loss = self._loss()
+        assert loss is not None  # it is being pickled
+        return {name: value for name, value in loss.__dict__.items() if name not in _OWN} or None
 
-def _nothing() -> None:
-    """What pickles of a loss have beside its bits; torch then writes them as those of any tensor."""
+
+_OWN = ("backward", "__deepcopy__", "__getstate__")
+"""Attributes that :func:`with_advice` sets."""

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,6 +79,12 @@ def _capturing() -> Iterator[None]:
             yield
         finally:
             _captures.thread = None
+
+
+def _lasts(fault: Callable[[], bool]) -> bool:
+    """Whether a setting of the process is wrong while no other thread traces, which changes such settings meanwhile."""
+    with CAPTURE.now:
+        return fault()
 
 
 def _lock_of(model: nn.Module) -> Lock:
@@ -289,7 +295,7 @@ class TrainStep:
                 "a train_step is called while a CUDA graph is captured: the graph would repeat the learning rate and "
                 "the count of this one step; call the step itself, or use roamc.optimize"
             )
-        if _captures.thread is None and nn.Module.__call__ is not call_module:
+        if nn.Module.__call__ is not call_module and _lasts(lambda: nn.Module.__call__ is not call_module):
             raise CaptureError(
                 f"nn.Module.__call__ was replaced, by {nn.Module.__call__.__qualname__}, which a planned step does not "
                 "run: put it back, use hooks, or use roamc.optimize"
@@ -297,7 +303,7 @@ class TrainStep:
         optimizer_hooks.check_step_method(self.optimizer)
         check_around(self.model)
         fully_sharded.check_settings(self.model)
-        if torch.is_anomaly_enabled():
+        if torch.is_anomaly_enabled() and _lasts(torch.is_anomaly_enabled):
             raise CaptureError(
                 "torch.autograd.detect_anomaly() is around a train_step, where it finds nothing: backward is a part of "
                 "the planned program; leave it out, or look for the anomaly in eager or with roamc.optimize"

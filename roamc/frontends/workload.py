@@ -94,11 +94,10 @@ def capture(
             or an operator of the step does not run on ``device``; says what to do.
     """
     _check_inputs(workload)
-    if workload.loss_fn is None and not forward_backward:
-        workload_or_graph = with_loss(workload, clip_grad_norm, update, device)
-        if isinstance(workload_or_graph, TrainGraph):
-            return workload_or_graph
-        workload = workload_or_graph
+    workload_or_graph = workload if forward_backward else with_loss(workload, clip_grad_norm, update, device)
+    if isinstance(workload_or_graph, TrainGraph):
+        return workload_or_graph
+    workload = workload_or_graph
     with traced_for(device):
         module = forward_backward or not update
         graph = _capture_module(workload) if module else _capture_update(workload, clip_grad_norm)
@@ -108,10 +107,10 @@ def capture(
 def with_loss(
     workload: Workload, clip_grad_norm: float | None = None, update: bool = True, device: torch.device = CPU
 ) -> Workload | TrainGraph:
-    """Return ``workload`` with the loss that the model's output has; where it has none, its forward and backward.
+    """Return ``workload`` with its own loss, or that of the model's output; without either, forward and backward.
 
     Args:
-        workload: has no loss function.
+        workload: with a loss function, it is returned as it is.
         clip_grad_norm: as for :func:`capture`.
         update: as for :func:`capture`.
         device: as for :func:`capture`.
@@ -119,6 +118,8 @@ def with_loss(
     Raises:
         CaptureError: there is no loss, and an optimizer or a limit was asked for.
     """
+    if workload.loss_fn is not None:
+        return workload
     with traced_for(device):
         graph = own_loss.capture_without(workload.model, workload.batch, workload.named, workload.name)
     told = update and workload.optimizer is not None

@@ -263,6 +263,7 @@ def test_explain_says_what_is_encoded() -> None:
 def test_explain_says_what_is_recomputed() -> None:
     data = json.loads(run("explain", "gpt", *SMALL, "--memory-budget", "60%", "--json").stdout)
     assert data["dropped"]
+    assert data["plan"]["total_bytes"] == sum(data["plan"]["fixed_bytes"].values()) + data["plan"]["needed_bytes"]
     assert sum(row["runs"] for row in data["dropped"]) == len(data["plan"]["decisions"]["retain"]["reruns"])
     assert sum(row["seconds"] for row in data["dropped"]) == pytest.approx(data["plan"]["added_seconds"])
     assert "recomputed to fit the budget" in run("explain", "gpt", *SMALL, "--memory-budget", "60%").stdout
@@ -473,6 +474,16 @@ def test_calibrate_stores_prints_and_gives_json(tmp_path: Path, monkeypatch: pyt
     printed = run("calibrate", "--quick", "--output", str(path), "--json").stdout
     assert path.read_text("utf-8") == printed
     assert load_profile(profile=str(path)).device == "cpu"
+
+
+@pytest.mark.parametrize(("load", "said"), [(100.0, "busy here, with a load average of 100.0 on "), (0.0, "")])
+def test_calibrate_says_that_the_machine_is_busy(
+    load: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    error = run("calibrate", "--quick", "--output", str(tmp_path / "mine.json")).stderr
+    assert said in error
+    assert ("may be too slow" in error) == bool(said)
 
 
 def test_solvers_are_compiled_at_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,3 +85,10 @@ def test_other_files_are_told_apart(saved: Path, tmp_path: Path) -> None:
 def test_no_plan_is_made_by_decisions_of_a_saved_one(saved: Path, command: str) -> None:
     error = run(command, "gpt", *SMALL, "--option", f"plan={saved}", code=1)
     assert "the command line plans anew: leave it out" in error
+
+
+def test_a_saved_plan_is_parsed_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, loads = list[str](), json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **how: texts.append(text) or loads(text, **how))
+    run("plan", str(saved))
+    assert texts == [saved.read_text()]

@@ -72,6 +72,17 @@ def test_copies_of_a_loss_have_its_bits(step: roamc.TrainStep, copied: Callable[
     assert other.equal(loss)
 
 
+@pytest.mark.parametrize("name", ["copy", "deepcopy", "pickle"])
+def test_copies_of_a_loss_have_what_users_have_set_on_it(step: roamc.TrainStep, name: str) -> None:
+    loss = step(noise(4, 8))
+    loss.weight = [3]  # type: ignore[attr-defined]
+    other = COPIES[name](loss)
+    assert vars(other)["weight"] == [3]
+    assert other.equal(loss)
+    with pytest.raises(roamc.BackwardTwiceError):
+        loss.backward()
+
+
 def test_backward_of_a_deep_copy_is_that_of_the_copy(step: roamc.TrainStep) -> None:
     loss = step(noise(4, 8)).requires_grad_()
     other = copy.deepcopy(loss)
