@@ -242,12 +242,12 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(context: typer.Context, **arguments: Any) -> None:
         values = {name: arguments.pop(name) for name in shared}
-        asked, given = _asked(**values), _given(context)
+        asked, written = _asked(**values), _given(context)
         options = (
-            _words(given[name], value) for name, value in values.items() if name in given and name not in _LEFT_OUT
+            _words(written[name], value) for name, value in values.items() if name in written and name not in _LEFT_OUT
         )
         request = dataclasses.replace(asked.request, words=(asked.request.target, *itertools.chain(*options)))
-        command(dataclasses.replace(asked, request=request, given=given), **arguments)
+        command(dataclasses.replace(asked, request=request, given=written), **arguments)
 
     run.__signature__ = own.replace(parameters=[*shared.values(), *others, context])  # type: ignore[attr-defined]
     return run
