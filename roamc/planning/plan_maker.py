@@ -323,3 +323,18 @@ def _hidden_seconds(end: State) -> Seconds:
 def fresh(state: State) -> State:
     """Return the state with a copy of its graph, which passes may change."""
     return dataclasses.replace(state, graph=copied(state.graph))
+
+
+def above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
+    """Return the bytes by which a plan may take more than eager does, workspaces included; 0 if it does not.
+
+    In small graphs every moment is compared, see :mod:`roamc.passes.layout.eager`; in others, and under a budget, the
+    worst steps.
+
+    Args:
+        planned: the graph and its plan.
+        maker: the maker of the plan, which knows what eager needs.
+    """
+    if planned.graph.eager_floor and maker.options.limit_bytes is None:
+        return layout.above_eager(planned.graph, maker.options)
+    return max(planned.plan.needed_bytes - maker.eager_needs, 0)

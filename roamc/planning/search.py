@@ -26,7 +26,7 @@ from roamc.graph import TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import build_memory
 from roamc.options import Options, parse_options
-from roamc.passes import layout, reorder, retain
+from roamc.passes import reorder, retain
 from roamc.passes.retain.codecs import lossy_names
 from roamc.planning import budget_search, other_orders, pipeline, plan_files
 from roamc.planning.collector import older_objects_left_alone
@@ -34,7 +34,7 @@ from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import LARGEST, Plan
 from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
-from roamc.planning.plan_maker import PlanMaker, Terms, fresh, prepared, terms_of
+from roamc.planning.plan_maker import PlanMaker, Terms, above_eager, fresh, prepared, terms_of
 from roamc.planning.planned import Planned, check_budget
 from roamc.planning.stopwatch import Stopwatch
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
@@ -504,21 +504,6 @@ class PlanSearch:
         return planned
 
 
-def above_eager(planned: Planned, maker: PlanMaker) -> Bytes:
-    """Return the bytes by which a plan may take more than eager does, workspaces included; 0 if it does not.
-
-    In small graphs every moment is compared, see :mod:`roamc.passes.layout.eager`; in others, and under a budget, the
-    worst steps.
-
-    Args:
-        planned: the graph and its plan.
-        maker: the maker of the plan, which knows what eager needs.
-    """
-    if planned.graph.eager_floor and maker.options.limit_bytes is None:
-        return layout.above_eager(planned.graph, maker.options)
-    return max(planned.plan.needed_bytes - maker.eager_needs, 0)
-
-
 def _finished(
     planned: Planned, maker: PlanMaker, limit: Bytes | None, begun: Seconds, spent: Mapping[str, Seconds]
 ) -> Planned:
@@ -597,7 +582,6 @@ def _checked(options: Options) -> Options:
     optional = [step.name for step in pipeline.PIPELINE if step.name not in REQUIRED]
     for name in options.disable:
         if name not in optional:
-            left = ", ".join(optional)
-            near = nearest(name, optional)
+            left, near = ", ".join(optional), nearest(name, optional)
             raise OptionError(f"disable: cannot leave out pass {name!r}{near} Passes that can be left out: {left}")
     return dataclasses.replace(options, codecs=lossy_names(options.codecs))
