@@ -112,12 +112,13 @@ def _work(name: str, quick: bool) -> Any:
 
     from benchmarks.blocks import Blocked, Training
     from roamc.cli import zoo
+    from roamc.cli.models import settings_of
 
     case, device = MODELS[name], "cuda" if torch.cuda.is_available() else "cpu"
     settings = {**case.settings, **(case.quick if quick else {}), "dtype": "bfloat16"}
     torch.manual_seed(0)
     work = zoo.make(case.model, settings, device)
-    vocab = int({**zoo.settings_of(case.model), **settings}["vocab"])
+    vocab = int({**settings_of(case.model), **settings}["vocab"])
     batch = tuple(torch.randint(0, vocab, tokens.shape, device=device) for tokens in work.batch)
     return Blocked(Training(work.model, work.loss_fn), batch, (case.blocks,))
 

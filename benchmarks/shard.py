@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks._measure import save
-from roamc.cli.zoo import MODELS, Block
+from roamc.cli.models import MODELS
+from roamc.cli.zoo import RECIPES, Block
 from roamc.cost import load_profile, prices, step_seconds
 from roamc.cost.collectives import exposed_seconds, traffic
 from roamc.errors import BudgetError
@@ -118,7 +119,7 @@ def graph_of(sizes: dict[str, Any], layers: int, row: Row, mesh: Mesh) -> TrainG
         model = Stack(sizes, layers, row.again).bfloat16()
         model.hidden = model.hidden.bool()
         x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
-    workload = Workload("layers", model, (x,), tp_plan=MODELS[NAMES[0]].tp_plan)
+    workload = Workload("layers", model, (x,), tp_plan=RECIPES[NAMES[0]].tp_plan)
     return capture(on_mesh(workload, mesh), device=torch.device("cuda"))
 
 

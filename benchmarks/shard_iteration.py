@@ -34,7 +34,7 @@ from benchmarks._measure import save
 from benchmarks.shard import NAMES, PROFILE, ROWS, Row, Stack, sizes_of
 from benchmarks.shard_table import ITERATIONS, RANKS, Iteration
 from roamc.capture.tensor_parallel import enter, leave, summed
-from roamc.cli.zoo import MODELS
+from roamc.cli.zoo import RECIPES
 from roamc.cost import DeviceProfile, load_profile, prices
 from roamc.cost.profile import NETWORK, NODE
 from roamc.frontends.mesh import TP, Mesh, on_mesh
@@ -113,7 +113,7 @@ def graph_of(sizes: dict[str, Any], layers: int, row: Row, *, first: bool = Fals
         model.blocks.hidden = model.blocks.hidden.bool()
         x = torch.zeros((*shape, sizes["width"]), dtype=torch.bfloat16, requires_grad=not first)
         tokens = torch.zeros(shape, dtype=torch.int64)
-    plan = {f"blocks.{name}": word for name, word in MODELS[NAMES[0]].tp_plan.items()}
+    plan = {f"blocks.{name}": word for name, word in RECIPES[NAMES[0]].tp_plan.items()}
     workload = Workload("stage", model, (x, tokens), tp_plan=plan)
     return capture(on_mesh(workload, Mesh(tp=RANKS)), device=torch.device("cuda"))
 

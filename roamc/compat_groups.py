@@ -43,6 +43,11 @@ def planned_for(groups: Mapping[str, Sequence[int]]) -> Iterator[None]:
         _PLANNED.reset(before)
 
 
+def planned_groups() -> Sequence[str]:
+    """Return the names of the groups of :func:`planned_for`, of those around this call."""
+    return tuple(_PLANNED.get())
+
+
 def ranks_in(group_name: Any) -> int | None:
     """Return how many ranks the group of a collective has; None if this process knows no such group.
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any, TypeVar
 
 from roamc import ticker
@@ -238,6 +239,8 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
         )
     notes = notes_on(workload.model, mesh, _tp_plan(request))
     notes += ends_note(settings_of(request.target), _stage(request))
+    if request.target in MODELS and Path(request.target, "config.json").is_file():
+        notes += (f"this is the built-in model; ./{request.target} plans the folder of that name",)
     graph = graph.replace(in_flight=_stage(request).in_flight, notes=(*graph.notes, *notes))
     return devices.noted(graph, options, device_of(request.device)), time.perf_counter() - start
 

@@ -86,7 +86,7 @@ class BoundStep:
             self.plan.fingerprint == mark
             and self.whole.executable.planned.covers(torch.get_num_threads())
             and self.sources == captured.sources
-            and self.shared == _shared(captured.graph.inputs)  # which the fingerprint does not see either
+            and (not self.plan.room or self.shared == _shared(captured.graph.inputs))  # a total counts it once
             and self.handed == captured.handed
             and self.cohort == _numbered(captured.cohorts)
             and self.group == {name: cohort.group for name, cohort in captured.cohorts.items()}

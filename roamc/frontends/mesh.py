@@ -45,9 +45,11 @@ class Mesh:
     def planned_for(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager; capture, plan and explain a graph for this mesh inside.
 
-        Collectives may there name the group of the ``tp`` ranks, although no process group exists.
+        Collectives may there name the group of the ``tp`` ranks, although no process group exists. The groups of other
+        axes are there as well: what averages gradients or sends activations takes its memory beside the step.
         """
-        return planned_for({TP: range(self.tp)} if self.tp > 1 else {})
+        sizes = dataclasses.asdict(self)
+        return planned_for({axis: range(size) for axis, size in sizes.items() if size > 1})
 
 
 def parse_mesh(mesh: str | Mapping[str, int]) -> Mesh:

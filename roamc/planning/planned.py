@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from roamc import decode
+from roamc.compat_groups import planned_groups
 from roamc.cost import workspaces
 from roamc.errors import BudgetError
 from roamc.gpus import Gpu, margin
@@ -141,7 +142,7 @@ def margin_of(graph: TrainGraph, apart: Bytes = 0) -> dict[str, Bytes]:
     """
     if main_device(graph).type != "cuda":
         return {}
-    return margin(sum(input_bytes(graph).values()), apart, len(groups(graph)))
+    return margin(sum(input_bytes(graph).values()), apart, len({*groups(graph), *planned_groups()}))
 
 
 def _without_states(graph: TrainGraph) -> tuple[str, ...]:

@@ -275,3 +275,13 @@ def test_missing_library_is_named(module: str, said: str, tmp_path: Path, monkey
 def test_settings_of_configurations_are_no_settings_of_a_built_in_model() -> None:
     for setting in ("task", "lora"):
         assert f"gpt has no setting '{setting}'" in run("plan", "gpt", f"--{setting}", "x", code=1).stderr
+
+
+def test_a_folder_named_like_a_built_in_model_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.json").write_text("{}", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    small = ("--layers", "1", "--width", "16", "--heads", "2", "--batch", "2", "--seq", "8", "--vocab", "32")
+    assert "this is the built-in model; ./gpt plans the folder of that name" in run("plan", "gpt", *small).stdout

@@ -19,6 +19,7 @@ from roamc.compat_groups import numbers_in, planned_for, ranks_in
 from roamc.errors import OptionError
 from roamc.frontends.mesh import Mesh, on_mesh, parse_mesh
 from roamc.frontends.workload import capture
+from roamc.gpus import NCCL
 from roamc.graph import TrainGraph, copied, operators
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import build_memory
@@ -224,3 +225,10 @@ def test_a_mesh_of_one_rank_changes_nothing() -> None:
     assert mesh_of(request) == Mesh(dp=4)
     workload = workload_of(request)
     assert on_mesh(workload, mesh_of(request)).model is workload.model
+
+
+@pytest.mark.parametrize(("mesh", "groups"), [("dp=8", 1), ("tp=2", 1), ("dp=8,tp=2", 2)])
+def test_the_margin_has_a_part_for_each_group_of_ranks(mesh: str, groups: int) -> None:
+    model = build("gpt", 1)
+    plan = roamc.plan(model, batch(), mesh=mesh, tp_plan=PLAN if "tp" in mesh else None, gpu="h100")
+    assert plan.margin_bytes["NCCL"] == groups * NCCL

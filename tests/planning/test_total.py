@@ -282,12 +282,20 @@ def test_memory_that_inputs_share_counts_once_on_the_meta_device_and_with_parame
 
 
 def test_a_step_has_a_plan_for_tensors_that_are_one_and_another_for_two() -> None:
-    step: Any = roamc.train_step(model := Two(), _loss, torch.optim.SGD(model.parameters()))
+    step: Any = roamc.train_step(model := Two(), _loss, torch.optim.SGD(model.parameters()), memory_budget="total:1GB")
     x, y = torch.randn(32, 16), torch.randn(32, 16)
     for batch, held in (((x, y), 2 * ROWS), ((x, x), ROWS), ((y, x), 2 * ROWS), ((y, y), ROWS)):
         step(*batch)
         assert roamc.plans(step)[-1].fixed_bytes["input"] == held
     assert len(roamc.plans(step)) == 2
+
+
+def test_without_a_budget_on_the_total_one_plan_serves_both() -> None:
+    step: Any = roamc.train_step(model := Two(), _loss, torch.optim.SGD(model.parameters()))
+    x, y = torch.randn(32, 16), torch.randn(32, 16)
+    for batch in ((x, y), (x, x)):
+        step(*batch)
+    assert len(roamc.plans(step)) == 1
 
 
 ONE_TENSOR = """
