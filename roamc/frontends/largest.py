@@ -21,7 +21,6 @@ from itertools import takewhile
 from typing import Any
 
 from roamc import ticker
-from roamc.budget import total_bytes
 from roamc.errors import BudgetError, CaptureError
 from roamc.graph import TrainGraph
 from roamc.options import Options
@@ -135,17 +134,12 @@ class Largest:
             self._trials = size, PlanSearch(graph, self.options, many=True)
         return self._trials[1]
 
-    def _limit(self, search: PlanSearch) -> Bytes:
-        budget = self.options.memory_budget
-        limit = None if budget is None else search.terms_of(budget).limit
-        assert limit is not None  # max_batch takes no other budget
-        return limit
-
     def _look(self, size: int) -> None:
         """Capture the step of a size, and note what is known of it before it is planned."""
         with ticker.part(self._so_far(f"looking at {size}")):
             search = self._search(size)
-            limit = self._limit(search)
+            limit = search.terms.limit
+            assert limit is not None  # max_batch takes no other budget
             look = self._looks[size] = _Look(search.least_bytes(limit), limit, search.fingerprint)
         if look.least > look.limit:
             self._refuse(size)
@@ -161,11 +155,12 @@ class Largest:
         """
         look, quick = self._looks[size], size - self._low > 1
         with ticker.part(self._so_far(f"trying {size}")):
+            search = self._search(size)
             try:
-                planned = self._search(size).run(quick=quick)
-                needed, fits = self._taken(planned.plan), True
+                planned = search.run(quick=quick)
+                needed, fits = search.terms.taken(planned.plan), True
             except BudgetError as error:
-                needed, fits = self._taken(_lowest(error)), False
+                needed, fits = search.terms.taken(_lowest(error)), False
         if fits:
             self._low, self.answer = size, planned
             self._high = min((each for each in self._refused if each > size), default=self.largest + 1)
@@ -176,9 +171,6 @@ class Largest:
         self._seen = len(self._looks)
         self._planned[size] = None
         self._answers.append(fits)
-
-    def _taken(self, plan: Plan) -> Bytes:
-        return plan.limited_bytes(total=total_bytes(self.options.memory_budget) > 0)
 
     def _so_far(self, then: str) -> str:
         if self.answer is None:

@@ -289,8 +289,13 @@ class Plan:
             return ()
         share = self.added_seconds / self.step_seconds if self.step_seconds else 0.0
         added = ("added time", f"{share:.1%}", self._added_remark())
-        asked = format_apart(self.budget_bytes, self.needed_bytes)[0] if self.budget_bytes else self.asked_for
+        asked = format_apart(self.budget_bytes, self._taken_bytes)[0] if self.budget_bytes else self.asked_for
         return (("budget", asked, self._budget_remark()), added)
+
+    @property
+    def _taken_bytes(self) -> Bytes:
+        """The bytes that the budget was compared with."""
+        return self.limited_bytes(total=self.budget_bytes == self.left_bytes)
 
     def _budget_remark(self) -> str:
         if self.budget_added:
@@ -299,8 +304,8 @@ class Plan:
         if not self.budget_bytes:
             return ""
         whole = f"what {self.against_room[1]} leaves for the step" if self.budget_bytes == self.left_bytes else ""
-        needed = format_apart(self.needed_bytes, self.budget_bytes)[0]
-        if self.needed_bytes > self.budget_bytes:
+        needed = format_apart(self._taken_bytes, self.budget_bytes)[0]
+        if self._taken_bytes > self.budget_bytes:
             return "; ".join(filter(None, (whole, f"exceeded: {needed} needed")))
         free = self.budget_bytes >= self.baseline_needed_bytes and not any(self._changed)  # any plan needs less
         return "; ".join(filter(None, (whole, f"it does not bind: {needed} needed" if free else "")))

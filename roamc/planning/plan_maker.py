@@ -28,27 +28,10 @@ from roamc.planning import layout_judge, other_orders, pipeline
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import Runner, State
 from roamc.planning.plan import Plan
-from roamc.planning.planned import Planned, margin_of, plan_of
+from roamc.planning.planned import Planned, Terms, margin_of, plan_of
 from roamc.rewriting.split import splittable
 from roamc.runtime import blocks
 from roamc.units import Bytes, Seconds, format_bytes
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The budget that a plan is made for.
-
-    Attributes:
-        limit: bytes; 0 for the lowest peak, None to recompute nothing, whatever the peak.
-        allowed: the operators that may be recomputed: "all", or "light" for those that are cheap on any device.
-        added_share: most time that a plan for the lowest peak may add, as a share of the step's; 0 for any.
-        total: whether the limit is what a total leaves to the step, see :meth:`Plan.limited_bytes`.
-    """
-
-    limit: Bytes | None
-    allowed: str = "all"
-    added_share: float = 0.0
-    total: bool = False
 
 
 def prepared(
@@ -180,7 +163,7 @@ class PlanMaker:
     runner: Runner
     fingerprint: str
     eager_needs: Bytes = 0
-    terms: Terms = Terms(None)
+    terms: Terms = field(default=Terms(None))
     effort: Effort = EFFORT
     splits: bool = True
     products: utilisation.Products = field(default_factory=dict)

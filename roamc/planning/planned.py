@@ -41,6 +41,31 @@ RAISE = f"Raise the budget{SMALLER}"
 
 
 @dataclass(frozen=True)
+class Terms:
+    """The budget that a plan is made for.
+
+    Attributes:
+        limit: bytes; 0 for the lowest peak, None to recompute nothing, whatever the peak.
+        allowed: the operators that may be recomputed: "all", or "light" for those that are cheap on any device.
+        added_share: most time that a plan for the lowest peak may add, as a share of the step's; 0 for any.
+        total: whether the limit is what a total leaves to the step, see :meth:`Plan.limited_bytes`.
+    """
+
+    limit: Bytes | None
+    allowed: str = "all"
+    added_share: float = 0.0
+    total: bool = False
+
+    def taken(self, plan: Plan) -> Bytes:
+        """Return the bytes of ``plan`` that :attr:`limit` is compared with."""
+        return plan.limited_bytes(total=self.total)
+
+    def keeps(self, plan: Plan) -> bool:
+        """Whether ``plan`` takes at most :attr:`limit` bytes; any plan does where that is 0 or None."""
+        return not self.limit or self.taken(plan) <= self.limit
+
+
+@dataclass(frozen=True)
 class Planned:
     """A graph that is ready to be emitted, and its plan.
 
@@ -152,20 +177,20 @@ def _without_states(graph: TrainGraph) -> tuple[str, ...]:
     return (WITHOUT_STATES,)
 
 
-def check_budget(planned: Planned, limit: Bytes | None, *, total: bool) -> None:
-    """Refuse a plan that needs more than ``limit`` bytes; 0 and None refuse nothing. ``total`` as for :class:`Terms`.
+def check_budget(planned: Planned, terms: Terms) -> None:
+    """Refuse a plan that does not keep the bytes of ``terms``.
 
     Raises:
         BudgetError: names what is needed, and the largest storages at the peak; has the plan.
     """
     plan = planned.plan
-    if not limit or plan.limited_bytes(total=total) <= limit:
+    if not terms.limit or terms.keeps(plan):
         return
     how = "with as much recomputation as helps" if retain.NAME in plan.decisions else "without recomputation"
-    needed, allowed = format_apart(plan.needed_bytes, limit)
+    needed, allowed = format_apart(plan.needed_bytes, terms.limit)
     needs = f"{plan.name} needs {needed} ({plan.needed_bytes} bytes) at its peak, above memory_budget={allowed}"
     advice = RAISE
-    if total:
+    if terms.total:
         needs, advice = plan.headline, RAISE if plan.room == format_bytes(plan.room_bytes) else LARGER
     largest = "; ".join((_largest(planned.graph), *assumed(planned.graph)))
     raise BudgetError(f"{needs}, {how}; {largest}. {advice}", plan)

@@ -34,8 +34,8 @@ from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import LARGEST, Plan
 from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
-from roamc.planning.plan_maker import PlanMaker, Terms, above_eager, fresh, prepared, terms_of
-from roamc.planning.planned import Planned, check_budget
+from roamc.planning.plan_maker import PlanMaker, above_eager, fresh, prepared, terms_of
+from roamc.planning.planned import Planned, Terms, check_budget
 from roamc.planning.stopwatch import Stopwatch
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
 from roamc.units import Bytes, Seconds
@@ -101,7 +101,7 @@ def run(
         counted = dataclasses.replace(plan, needed_bytes=planned.plan.needed_bytes)
         plan_files.check_kept(counted, maker.terms, options.memory_budget, file)
     planned = dataclasses.replace(planned, plan=_under_terms(planned.plan, plan, maker.terms))
-    return _finished(planned, maker, maker.options.limit_bytes, begun, watch.seconds)
+    return _finished(planned, maker, begun, watch.seconds)
 
 
 def _prepared(
@@ -207,7 +207,7 @@ class PlanSearch:
             BudgetError: no plan was found that keeps the budget.
         """
         planned = self.fit(self.terms, quick=quick)
-        return _finished(planned, self._maker, self.terms.limit, self._begun, self._spent(planned.plan))
+        return _finished(planned, self._maker, self._begun, self._spent(planned.plan))
 
     def _spent(self, plan: Plan) -> Mapping[str, Seconds]:
         """Return what the search has taken beside the passes of ``plan``, by stage."""
@@ -504,9 +504,7 @@ class PlanSearch:
         return planned
 
 
-def _finished(
-    planned: Planned, maker: PlanMaker, limit: Bytes | None, begun: Seconds, spent: Mapping[str, Seconds]
-) -> Planned:
+def _finished(planned: Planned, maker: PlanMaker, begun: Seconds, spent: Mapping[str, Seconds]) -> Planned:
     """Add notes, the times ``spent`` by stage and the rest since ``begun`` as "other"; check the budget, log the plan.
 
     The notes say what ranks send, and the utilisation of the device.
@@ -521,7 +519,7 @@ def _finished(
     for stage, seconds in spent.items():
         plan.seconds[stage] = plan.seconds.get(stage, 0.0) + seconds  # type: ignore[index]
     plan.seconds["other"] = time.perf_counter() - begun - sum(plan.seconds.values())  # type: ignore[index]
-    check_budget(planned, limit, total=maker.terms.total)
+    check_budget(planned, maker.terms)
     log.info("%s", plan)
     return planned
 
@@ -551,7 +549,7 @@ class _Attempt:
 
     @property
     def needed_bytes(self) -> Bytes:
-        return self.planned.plan.limited_bytes(total=self.terms.total)
+        return self.terms.taken(self.planned.plan)
 
     @property
     def added_seconds(self) -> Seconds:

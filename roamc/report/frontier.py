@@ -10,6 +10,7 @@ from roamc.budget import Budget
 from roamc.graph import TrainGraph, copied
 from roamc.options import Options
 from roamc.planning.plan import Plan
+from roamc.planning.planned import Terms
 from roamc.planning.search import PlanSearch
 
 
@@ -51,8 +52,8 @@ def frontier(graph: TrainGraph, options: Options, budgets: Sequence[Budget]) -> 
     trials = PlanSearch(copied(graph), options, many=True)
     terms = {budget: trials.terms_of(budget) for budget in budgets}
     plans = {budget_terms: trials.fit(budget_terms).plan for budget_terms in dict.fromkeys(terms.values())}
-    return tuple(_point(budget, plans[terms[budget]]) for budget in budgets)
+    return tuple(_point(budget, terms[budget], plans[terms[budget]]) for budget in budgets)
 
 
-def _point(budget: Budget, plan: Plan) -> Point:
-    return Point(budget, plan, plan.fits is not False and plan.needed_bytes <= (plan.budget_bytes or plan.needed_bytes))
+def _point(budget: Budget, terms: Terms, plan: Plan) -> Point:
+    return Point(budget, plan, plan.fits is not False and terms.keeps(plan))
