@@ -287,8 +287,8 @@ def _with_way_out(planned: Planned, trials: search.PlanSearch, smaller: str) -> 
     if plan.fits is not False:
         return planned
     other = trials.fit(trials.terms_of(f"total:{plan.room_bytes}")).plan
-    more = f" with {other.added_seconds / other.step_seconds:.1%} more time than without a budget"
-    note = f"it fits{more if other.added_seconds else ''}: leave the memory budget out{SMALLER}{smaller}"
+    more = f" with {other.added_share:.1%} more time than without a budget"
+    note = f"it fits{more if other.added_share else ''}: leave the memory budget out{SMALLER}{smaller}"
     if other.fits is False:
         note = f"at least {format_bytes(other.total_bytes)}, with as much recomputation as helps. {LARGER}{smaller}"
     return dataclasses.replace(planned, plan=dataclasses.replace(plan, notes=(note, *plan.notes)))

@@ -62,7 +62,7 @@ class Fit:
     @property
     def added_share(self) -> float:
         """The predicted time that recomputation and codecs add to a step, as a share of it."""
-        return self.plan.added_seconds / self.plan.step_seconds if self.plan.step_seconds else 0.0
+        return self.plan.added_share
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,8 @@ class Plan:
         if self.fits is None:
             return f"{self.name} needs {total}{self._left_out()}"
         verdict = f"{'fits' if self.fits else 'does not fit'} {self.against_room[1]}"
-        if self.added_seconds and self.step_seconds:
-            verdict += f"{'' if self.fits else ' even'} with {self.added_seconds / self.step_seconds:.1%} more time"
+        if self.added_share:
+            verdict += f"{'' if self.fits else ' even'} with {self.added_share:.1%} more time"
         return f"{self.name} {verdict}{self._left_out()}: {total}"
 
     @property
@@ -173,6 +173,20 @@ class Plan:
         lowest = LIGHT if self.allowed == LIGHT else "min"
         asked = f"+{100 * self.budget_added:g}%" if self.budget_added else lowest
         return format_bytes(self.budget_bytes) if self.budget_bytes else asked
+
+    @property
+    def added_share(self) -> float:
+        """``added_seconds`` as a fraction of ``step_seconds``; 0 where the step takes no time."""
+        return self.share_of_step(self.added_seconds)
+
+    @property
+    def added_bound_share(self) -> float:
+        """``added_bound_seconds`` as a fraction of ``step_seconds``; 0 where the step takes no time."""
+        return self.share_of_step(self.added_bound_seconds)
+
+    def share_of_step(self, seconds: Seconds) -> float:
+        """Return ``seconds`` as a fraction of ``step_seconds``; 0 where the step takes no time."""
+        return seconds / self.step_seconds if self.step_seconds else 0.0
 
     def adds_at_most(self, share: float) -> bool:
         """Whether the plan adds at most ``share`` of the predicted time of the step; 0.01 is 1 %."""
@@ -287,8 +301,7 @@ class Plan:
     def _budget_rows(self) -> tuple[tuple[str, str, str], ...]:
         if self.budget_bytes is None:
             return ()
-        share = self.added_seconds / self.step_seconds if self.step_seconds else 0.0
-        added = ("added time", f"{share:.1%}", self._added_remark())
+        added = ("added time", f"{self.added_share:.1%}", self._added_remark())
         asked = format_apart(self.budget_bytes, self._taken_bytes)[0] if self.budget_bytes else self.asked_for
         return (("budget", asked, self._budget_remark()), added)
 
@@ -320,7 +333,7 @@ class Plan:
         again, smaller = self._changed
         if not again and not smaller:
             return "nothing is recomputed"
-        bound = f"; lower bound {self.added_bound_seconds / self.step_seconds:.1%}" if self.added_bound_seconds else ""
+        bound = f"; lower bound {self.added_bound_share:.1%}" if self.added_bound_share else ""
         codes = f", {smaller} {'value' if smaller == 1 else 'values'} encoded" if smaller else ""
         return f"predicted; {again} {'operator' if again == 1 else 'operators'} recomputed{codes}{bound}"
 
@@ -337,7 +350,7 @@ class Plan:
         numbers = {name: getattr(self, name) for name in _METRICS}
         numbers |= {name: sum(getattr(self, name).values()) for name in ("fixed_bytes", "margin_bytes")}
         if self.step_seconds:
-            numbers["added_share"] = self.added_seconds / self.step_seconds
+            numbers["added_share"] = self.added_share
             numbers["predicted_seconds"] = self.step_seconds + self.added_seconds
         return {f"{prefix}{name}": value for name, value in numbers.items() if value or name not in _UNKNOWN_IF_ZERO}
 

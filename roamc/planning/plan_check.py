@@ -86,7 +86,7 @@ def check_options(planned: Planned, options: Options) -> None:
     share = added_share(options.memory_budget)
     if share and not planned.plan.adds_at_most(share):
         raise PlanError(
-            f"{retain.NAME}: the plan adds {_added(planned.plan)}, above memory_budget={options.memory_budget!r}: "
+            f"{retain.NAME}: the plan adds {added(planned.plan)}, above memory_budget={options.memory_budget!r}: "
             "plan again"
         )
     split = planned.plan.decisions.get(shard.NAME, {})
@@ -145,14 +145,14 @@ def _check_share_of_time(plan: Plan) -> None:
             f"the plan has least_bytes above its needed_bytes, {plan.least_bytes} and {plan.needed_bytes}: plan again"
         )
     if plan.budget_added and not plan.adds_at_most(plan.budget_added):
-        raise PlanError(f"the plan adds {_added(plan)}, above its budget_added, {plan.budget_added}: plan again")
+        raise PlanError(f"the plan adds {added(plan)}, above its budget_added, {plan.budget_added}: plan again")
 
 
-def _added(plan: Plan) -> str:
+def added(plan: Plan) -> str:
     """The added time of ``plan`` in words; a plan may say that its step takes no time."""
     if not plan.step_seconds:
         return f"{plan.added_seconds} s to a step of 0 s"
-    return f"{plan.added_seconds / plan.step_seconds:.2%} of the step's time"
+    return f"{plan.added_share:.2%} of the step's time"
 
 
 def for_threads(planned: Planned, threads: int) -> Planned:

@@ -11,6 +11,7 @@ from roamc.errors import BudgetError, PlanError
 from roamc.graph import TrainGraph, main_device
 from roamc.options import Options
 from roamc.planning.plan import Plan, load_plan
+from roamc.planning.plan_check import added
 from roamc.planning.plan_maker import terms_of
 from roamc.planning.planned import Terms
 from roamc.units import format_bytes
@@ -87,7 +88,7 @@ def _not_kept(plan: Plan, terms: Terms, asked: Budget | None) -> str:
         needs = f"needs {format_bytes(taken)} ({taken} bytes{lost})"
         return "" if terms.keeps(plan) else f"{needs}, above memory_budget={asked!r}, {terms.limit} bytes here"
     if terms.added_share and not plan.adds_at_most(terms.added_share):
-        return f"adds {plan.added_seconds / plan.step_seconds:.2%} of the step's time, above memory_budget={asked!r}"
+        return f"adds {added(plan)}, above memory_budget={asked!r}"
     lowest = plan.budget_bytes == 0 and (not plan.budget_added or plan.budget_added >= terms.added_share > 0)
     if lowest and ("retain" not in plan.decisions or plan.allowed == terms.allowed):
         return ""

@@ -153,10 +153,8 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
             format_apart(point.plan.needed_bytes, point.plan.budget_bytes or 0)[0],
             point.plan.against_room[0],
             f"{point.plan.needed_bytes / eager:.3f}",
-            f"{point.plan.added_seconds / point.plan.step_seconds:.1%}"
-            if "retain" in point.plan.decisions and point.plan.step_seconds
-            else "",
-            f"{point.plan.added_bound_seconds / point.plan.step_seconds:.1%}" if point.plan.added_bound_seconds else "",
+            f"{point.plan.added_share:.1%}" if "retain" in point.plan.decisions else "",
+            f"{point.plan.added_bound_share:.1%}" if point.plan.added_bound_share else "",
             str(len(point.plan.decisions.get("retain", {}).get("reruns", ()))),
             _verdict(point),
         )
@@ -349,7 +347,7 @@ def _dropped(report: Explanation) -> Listed:
             format_bytes(d.nbytes),
             str(d.count),
             str(d.runs),
-            f"{d.seconds / report.plan.step_seconds:.2%}",
+            f"{report.plan.share_of_step(d.seconds):.2%}",
             short(d.operator),
             d.source,
             d.module,
@@ -367,7 +365,7 @@ def _smaller(report: Explanation) -> Listed:
             format_bytes(s.after),
             f"{s.bits:.3g}",
             str(s.count),
-            f"{s.seconds / report.plan.step_seconds:.2%}",
+            f"{report.plan.share_of_step(s.seconds):.2%}",
             s.codec,
             s.readers,
             f"{s.error:.2g}" if s.error else "",
