@@ -133,7 +133,9 @@ def _compiling() -> str:
     if compiling is None or since is None:
         return ""
     spent = compiling.seconds + time.monotonic() - since
-    return f"compiling the solvers, once per installation: `roamc warm-up` does it beforehand ({spent:.0f} s so far)"
+    why = f" ({compiling.reason})" if compiling.reason else ""
+    unused = f"the machine code that came with roamc is not used{why}"
+    return f"compiling the solvers, as {unused}; `roamc warm-up` does it beforehand ({spent:.0f} s so far)"
 
 
 @contextlib.contextmanager

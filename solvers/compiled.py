@@ -1,8 +1,8 @@
 """Compiled loops: numba, with its results kept on disk, behind one decorator that keeps a function's type.
 
 An installation brings machine code along, see `machine_code`. Where that does not fit, the first process finds nothing
-on disk, and compiling all of the solvers takes half a minute; small problems take a fraction of a second in plain
-Python, so they do not wait: see `interpreted_first`.
+on disk and compiles; small problems take a fraction of a second in plain Python, so they do not wait: see
+`interpreted_first`.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import CPUDispatcher
 
 from roamc.solvers import machine_code
+from roamc.solvers.machine_code import UNREADABLE
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,8 +126,11 @@ class _Compiling:
     """Says what this process spends on compiling; a context manager around it, entered again for what a loop calls.
 
     seconds: of what has ended.  since: when what goes on began, by `time.monotonic()`; None while nothing does.
+    reason: why the machine code of the installation was not used, for the function that was looked for last; "" where
+    it was.
     """
 
+    reason = ""
     seconds = 0.0
     since: float | None = None
 
@@ -144,13 +148,6 @@ class _Compiling:
 
 
 _process, _thread, compiling = _Process(), _Thread(), _Compiling()
-
-
-UNREADABLE = (
-    *(pickle.UnpicklingError, EOFError, ImportError, AttributeError, ValueError, TypeError, LookupError),
-    *(ArithmeticError, MemoryError, RuntimeError),
-)
-"""The errors of reading a damaged file of numba's cache: those of unpickling, and of LLVM for machine code."""
 
 
 class _Cache(FunctionCache):
@@ -192,15 +189,16 @@ class _Shipped(NullCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return what was compiled for `sig`, None if neither has it."""
         target_context.refresh()
-        try:
-            triple, _, features = target_context.codegen().magic_tuple()
-            codes = machine_code.shipped(machine_code.FILE, triple, features)
-            arguments, _ = sigutils.normalize_signature(sig)  # type: ignore[no-untyped-call]
-            code = codes.get(machine_code.name_of(self._function, arguments))
-            if code is not None:
-                return CompileResult._rebuild(target_context, *pickle.loads(code))  # type: ignore[no-untyped-call]
-        except (machine_code.Unfit, *UNREADABLE):
-            pass
+        triple, _, features = target_context.codegen().magic_tuple()
+        codes, reason = machine_code.shipped(machine_code.FILE, triple, features)
+        arguments, _ = sigutils.normalize_signature(sig)  # type: ignore[no-untyped-call]
+        name = machine_code.name_of(self._function, arguments)
+        if name in codes:
+            try:
+                return CompileResult._rebuild(target_context, *pickle.loads(codes[name]))  # type: ignore[no-untyped-call]
+            except UNREADABLE as error:
+                reason = f"{self._function.__qualname__} cannot be read: {error}"
+        compiling.reason = reason or f"it lacks {self._function.__qualname__} for these arguments"
         return self._on_disk().load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:

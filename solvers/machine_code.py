@@ -1,7 +1,7 @@
 """Machine code that an installation brings along: what `compiled` functions are compiled to, in one file.
 
-`setup.py` has it written when it builds roamc. Without it, or where it does not fit, functions are compiled at their
-first call, or read from numba's cache.
+`setup.py` has it written when it builds roamc. Where it does not fit, `roamc warm-up` or the first calls compile the
+functions, which takes about half a minute in all, and later processes read them from numba's cache.
 """
 
 import functools
@@ -35,30 +35,45 @@ Haswell of 2013 has all of it. Other machines get LLVM's "generic" code."""
 Code = tuple[Any, ...]
 """A compiled function as numba reduces it to plain data."""
 
+UNREADABLE = (
+    *(pickle.UnpicklingError, EOFError, ImportError, AttributeError, ValueError, TypeError, LookupError),
+    *(ArithmeticError, MemoryError, RuntimeError),
+)
+"""The errors of reading a damaged file of compiled functions: those of unpickling, and of LLVM for machine code."""
+
 
 class Unfit(Exception):
     """The machine code is missing, or is not for this installation; the message says why."""
 
 
 @functools.cache
-def shipped(file: Path, triple: str, features: str) -> dict[str, bytes]:
-    """Return the machine code in `file` by function and argument types, see `name_of`, pickled.
+def shipped(file: Path, triple: str, features: str) -> tuple[dict[str, bytes], str]:
+    """Return the machine code in `file` by function and argument types, see `name_of`, pickled; read once.
 
     Args:
         file: written by `build`.
         triple: of the machine, as LLVM names it.
         features: of its processor, such as "+avx2,-avx512f".
 
-    Raises:
-        Unfit: there is no code, it is damaged, or it was compiled from other sources, by another version of numba or of
-            Python, or for another machine.
+    Returns:
+        (codes, reason): why there are none: the file is missing or damaged, or was compiled from other sources, by
+        another version of numba or of Python, or for another machine; "" where they fit.
     """
+    try:
+        return _read(file, triple, features), ""
+    except Unfit as error:
+        return {}, str(error)
+    except UNREADABLE as error:
+        return {}, f"{file.name} is damaged: {type(error).__name__}"
+
+
+def _read(file: Path, triple: str, features: str) -> dict[str, bytes]:
     try:
         with file.open("rb") as stream:
             stamp, needed = pickle.load(stream), pickle.load(stream)
             for what, here in _stamp(triple).items():
                 if stamp.get(what) != here:
-                    raise Unfit(f"compiled for another {what}: {stamp.get(what)}, here {here}")
+                    raise Unfit(f"compiled for another {what}: {stamp.get(what)!s:.24}, here {here:.24}")
             check_processor(needed, features)
             digest, content = pickle.load(stream), stream.read()
     except OSError as error:
@@ -81,7 +96,7 @@ def name_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
 
 
 def build() -> None:
-    """Compile every loop of the solvers and write the machine code to `FILE`. Takes half a minute.
+    """Compile every loop of the solvers and write the machine code to `FILE`.
 
     `setup.py` calls it in a process that has imported no other solver: numba chooses the processor at the first one.
 

@@ -1,6 +1,6 @@
 """Compile all loops of the solvers ahead of time, so that a first plan takes no longer than the next.
 
-What numba has compiled stays on disk. In the first process of an installation, this takes about a minute.
+What is compiled stays on disk; nothing is where the machine code of the installation fits, see `machine_code`.
 """
 
 import random

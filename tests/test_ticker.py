@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -61,8 +61,8 @@ def test_lines_say_what_is_done_how_to_silence_them_and_how_long_it_took(capsys:
     first, *others, last = lines.err.splitlines()
     assert first == FIRST
     assert others
-    assert set(others) == {"roamc: planning Net for 80%: retain (0 s)"}
-    assert re.fullmatch(r"roamc: planned Net for 80% in 0\.[3-9] s", last)
+    assert all(re.fullmatch(r"roamc: planning Net for 80%: retain \(\d+ s\)", line) for line in others)
+    assert re.fullmatch(r"roamc: planned Net for 80% in \d+\.\d s", last)
     assert lines.out == ""
 
 
@@ -184,12 +184,13 @@ def test_a_closed_stderr_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_compilation_of_solvers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(ticker, "FIRST", 0.0)
+    monkeypatch.setattr(compiled.compiling, "reason", "the processor lacks avx9")
     with ticker.Ticker("planning", said.append, 0.01):
         with compiled.compiling, compiled.compiling:
             time.sleep(0.1)
         time.sleep(0.1)
     assert said[-1] == "planning"
-    assert [text for text in said if text.startswith("compiling the solvers, once per installation: `roamc warm-up`")]
+    assert [text for text in said if "not used (the processor lacks avx9); `roamc warm-up` does it beforehand" in text]
 
 
 def test_solvers_that_are_being_imported_end_no_ticker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,11 +200,12 @@ def test_solvers_that_are_being_imported_end_no_ticker(monkeypatch: pytest.Monke
     assert said == ["importing"]
 
 
-def test_time_of_compiling_counts_once() -> None:
+def test_time_of_compiling_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = compiled._Compiling()
+    monkeypatch.setattr(compiled, "time", SimpleNamespace(monotonic=iter((1.0, 4.0)).__next__))
     with watch:
         with watch:
-            time.sleep(0.05)
+            pass
         assert watch.since is not None
     assert watch.since is None
-    assert 0.05 <= watch.seconds < 5
+    assert watch.seconds == 3

@@ -351,13 +351,15 @@ def measure(
 
 @app.command(name="warm-up")
 def compile_solvers(debug: Debug = False) -> None:
-    """Compile the solvers, once per installation, so that the first plan does not wait. Takes about a minute."""
+    """Compile the solvers, where the machine code that came with roamc does not fit, so that no plan waits for it."""
     with _reported(debug, as_json=False):
         with Stages("compiling the solvers"):
+            from roamc.solvers.compiled import compiling
             from roamc.solvers.warm_up import warm_up
 
             warm_up()
-        typer.echo("the solvers are compiled")
+        why = f"; the machine code that came with roamc is not used: {compiling.reason}" if compiling.reason else ""
+        typer.echo(f"the solvers are compiled{why}")
 
 
 @app.command()

@@ -82,9 +82,9 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(*arguments: str, code: int = 0) -> Any:
-    """The result of a command line; it must end with ``code``."""
-    result = CliRunner().invoke(app, arguments)
+def run(*arguments: str, code: int = 0, columns: int | None = None) -> Any:
+    """The result of a command line, shown in so many ``columns``; it must end with ``code``."""
+    result = CliRunner().invoke(app, arguments, env={} if columns is None else {"COLUMNS": str(columns)})
     assert result.exit_code == code, result.output
     return result
 
@@ -488,8 +488,15 @@ def test_calibrate_says_that_the_machine_is_busy(
 
 def test_solvers_are_compiled_at_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled._process, "patience", 1.0)
-    assert run("warm-up").stdout.strip() == "the solvers are compiled"
+    assert run("warm-up").stdout.startswith("the solvers are compiled")
     assert compiled._process.patience == 0.0, "nothing is interpreted any more"
+
+
+def test_warm_up_says_why_the_machine_code_that_came_with_roamc_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roamc.solvers.warm_up.warm_up", lambda: None)
+    for reason, end in (("", ""), ("no file", "; the machine code that came with roamc is not used: no file")):
+        monkeypatch.setattr("roamc.solvers.compiled.compiling.reason", reason)
+        assert run("warm-up").stdout == f"the solvers are compiled{end}\n"
 
 
 @pytest.mark.parametrize(

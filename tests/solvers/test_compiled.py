@@ -38,7 +38,7 @@ SCRIPT = """
 from roamc.solvers import compiled
 from tests.solvers.test_compiled import answers
 compiled._process.patience = 1000.0
-compiled.machine_code.shipped = lambda *_: {}
+compiled.machine_code.shipped = lambda *_: ({}, "")
 print(answers())
 """
 
