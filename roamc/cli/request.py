@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from roamc import ticker
 from roamc.budget import parse_budget
-from roamc.budget import total_bytes as total_of
 from roamc.capture.moved import device_of
 from roamc.cli import configs, zoo
 from roamc.cli.asked import Request
@@ -27,7 +26,7 @@ from roamc.errors import BudgetError, OptionError
 from roamc.frontends import devices
 from roamc.frontends.arguments import check_clip
 from roamc.frontends.largest import Fit, Largest
-from roamc.frontends.max_batch import check_options, check_sizes
+from roamc.frontends.max_batch import check_options, check_sizes, limits_batch
 from roamc.frontends.mesh import Mesh, check_tokens, noted, notes_on, on_mesh, parse_mesh, running_split
 from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings, total_bytes
 from roamc.frontends.workload import OPTIMIZERS, Workload, capture, from_file
@@ -268,10 +267,8 @@ def _planned(
 def _smaller(request: Request, options: Options) -> str:
     """The command that looks for the largest batch with the same options, behind a colon; "" where none is known to."""
     sized = request.sizes.get("batch") is not None or any(text.startswith("batch=") for text in request.sets)
-    asked, gpu = options.memory_budget, options.gpu is not None
-    limits = total_of(asked) > 0 or (not gpu and (isinstance(asked, int) or asked == "device"))
-    from_a_file = ":" in request.target or request.target.endswith(".py")
-    if not request.words or not (limits or gpu) or (from_a_file and not sized):
+    limits = limits_batch(options)
+    if not request.words or not (limits or options.gpu) or (is_function(request.target) and not sized):
         return ""
     stage = () if request.stage is None else ("--stage", str(request.stage))
     budget = ("--memory-budget", request.memory_budget) if limits and request.memory_budget else ()

@@ -78,6 +78,17 @@ def max_batch(
         return Largest(captured, parsed, smallest, largest, recomputation).run()
 
 
+def limits_batch(options: Options) -> bool:
+    """Whether the budget is one that limits a batch: bytes, on the total or ``"device"``.
+
+    Beside the option ``gpu``, which is a budget on the total, it is one on the total within the GPU's capacity.
+    """
+    budget, total = options.memory_budget, total_bytes(options.memory_budget)
+    if options.gpu is not None:
+        return 0 < total <= gpu_of(options.gpu).capacity
+    return total > 0 or isinstance(budget, int) or budget == "device"
+
+
 def check_options(options: Options) -> None:
     """Refuse a budget that limits no batch, and plan files, which are for one size.
 
@@ -85,14 +96,13 @@ def check_options(options: Options) -> None:
         OptionError: the budget's bytes grow with the step, there is none, the option ``gpu`` limits other bytes, or
             there are plan files.
     """
-    budget = options.memory_budget
-    total = total_bytes(budget)
-    if budget is None or (isinstance(budget, str) and budget != "device" and not total):
+    budget, limits = options.memory_budget, limits_batch(options)
+    if not limits and options.gpu is None:
         raise OptionError(
             f"max_batch needs a memory_budget in bytes, in all such as 'total:40GB', or 'device', not {budget!r}; or a "
             "gpu, such as 'h100'"
         )
-    if options.gpu is not None and not 0 < total <= gpu_of(options.gpu).capacity:
+    if not limits and options.gpu is not None:
         raise OptionError(
             f"max_batch looks for what fits gpu={options.gpu!r}: leave memory_budget={budget!r} out, or give a size in "
             f"all, at most 'total:{gpu_of(options.gpu).capacity}'"

@@ -63,6 +63,7 @@ def test_json_is_what_plan_says_of_both_sizes() -> None:
         (("--memory-budget", "100kB", "--stage", "0", "--mesh", "pp=1"), "--mesh pp=1 --stage 0 --memory-budget 100kB"),
         (("--gpu", "577MB", "--set", "batch=9"), "--gpu 577MB"),
         (("--gpu", "577MB", "--memory-budget", "100%"), "--gpu 577MB"),
+        (("--gpu", "577MB", "--memory-budget", "total:1GB"), "--gpu 577MB"),
     ],
 )
 def test_a_plan_that_does_not_fit_names_the_command_that_looks_for_a_smaller_batch(
@@ -72,6 +73,7 @@ def test_a_plan_that_does_not_fit_names_the_command_that_looks_for_a_smaller_bat
     said = " ".join(result.output.split())
     assert result.exit_code == 2
     assert f"or use a smaller batch: roamc max-batch gpt {' '.join(SMALL)} {command}" in said
+    assert said.count("--memory-budget") == command.count("--memory-budget"), "one that max-batch takes"
     assert "--batch 64" not in said
     assert "batch=9" not in said
 

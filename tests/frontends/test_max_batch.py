@@ -84,7 +84,7 @@ def test_a_gpu_in_part_of_its_memory() -> None:
 
 @pytest.mark.parametrize("budget", ["6GB", "total:90GB", "min", "device"])
 def test_a_gpu_and_a_budget_that_limits_something_else(budget: str) -> None:
-    with pytest.raises(OptionError, match=r"gpu='h100': leave memory_budget=|needs a memory_budget in bytes, in all"):
+    with pytest.raises(OptionError, match="gpu='h100': leave memory_budget="):
         roamc.max_batch(make, budget, gpu="h100")
 
 
