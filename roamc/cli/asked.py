@@ -1,4 +1,4 @@
-"""The arguments that ``roamc plan`` and ``roamc explain`` share: what to plan, for which device, with which options."""
+"""The arguments that ``roamc plan``, ``explain`` and ``max-batch`` share: what to plan, for what device and options."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from roamc.cli.models import DTYPE_NAMES, TASK_NAMES
 from roamc.gpus import GPUS
 
 Target = Annotated[
@@ -29,14 +30,13 @@ Width = Annotated[int | None, typer.Option("--width", help="Width of the residua
 Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
 Vocab = Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="float32, bfloat16, float16 or float64. Default: the configuration's.")
+    str | None, typer.Option("--dtype", help=f"One of {', '.join(DTYPE_NAMES)}. Default: the configuration's.")
 ]
 Task = Annotated[
     str | None,
     typer.Option(
         "--task",
-        help="What the model of a configuration is trained for: causal-lm, masked-lm, seq2seq-lm, "
-        "image-classification, sequence-classification, token-classification or question-answering. Default: by its "
+        help=f"What the model of a configuration is trained for: one of {', '.join(TASK_NAMES)}. Default: by its "
         "architecture.",
     ),
 ]
@@ -156,8 +156,7 @@ class Request:
         forward_backward: whether to leave the update out.
         meta: whether to call the function of a file with the meta device as torch's default.
         clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; None for no clipping.
-        memory_budget: a size such as "6GiB", a share of what eager holds such as "80%", a share of time that may be
-            added such as "+1%", "min", "light", or "device"; None for none.
+        memory_budget: as the option of that name, see :data:`roamc.budget.Budget`; None for none.
         options: roamc's options, each as ``key=value``.
         device: "cuda" to plan for a GPU, which need not be there; "cpu" for the device that the model lies on.
         gpu: the GPU that the step is to fit, as the option of that name; None for none.

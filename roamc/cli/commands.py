@@ -1,7 +1,7 @@
-"""The command line: ``roamc plan``, ``explain``, ``max-batch``, ``layout``, ``calibrate``, ``models`` and ``demo``.
+"""The command line: ``plan``, ``explain``, ``max-batch``, ``layout``, ``calibrate``, ``models``, ``warm-up``, ``demo``.
 
-Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-budget``, or the
-layout ``--capacity``, 141 nobody reads the output any more.
+Exit codes: 0 all is well, 1 an error (one line on stderr), 2 the plan does not fit ``--memory-budget`` or ``--gpu``, or
+the layout ``--capacity``, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations

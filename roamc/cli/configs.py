@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from roamc.cli import lora
-from roamc.cli.models import Settings, in_range
+from roamc.cli.models import TASK_NAMES, Settings, check_task, in_range
 from roamc.cli.zoo import DTYPES, transformers_of
 from roamc.errors import OptionError, nearest
 from roamc.frontends.own_loss import returned_loss
@@ -85,16 +85,18 @@ def _images(shape: tuple[int, int], config: Any) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "labels": _ids(config, shape[0])}
 
 
-TASKS: dict[str, Task] = {
-    "seq2seq-lm": Task("Seq2SeqLM", _tokens),
-    "masked-lm": Task("MaskedLM", _tokens),
-    "causal-lm": Task("CausalLM", _tokens, masked=False),
-    "image-classification": Task("ImageClassification", _images, masked=False),
-    "sequence-classification": Task("SequenceClassification", _texts),
-    "token-classification": Task("TokenClassification", _tokens),
-    "question-answering": Task("QuestionAnswering", _answers),
-}
-"""Each task by its name. Of those that a configuration has a class for, the first is the default if it names none."""
+_TASKS = (
+    Task("Seq2SeqLM", _tokens),
+    Task("MaskedLM", _tokens),
+    Task("CausalLM", _tokens, masked=False),
+    Task("ImageClassification", _images, masked=False),
+    Task("SequenceClassification", _texts),
+    Task("TokenClassification", _tokens),
+    Task("QuestionAnswering", _answers),
+)
+
+TASKS: dict[str, Task] = dict(zip(TASK_NAMES, _TASKS, strict=True))
+"""Each task by its name."""
 
 
 def make(target: str, settings: Settings) -> Workload:
@@ -223,8 +225,7 @@ def _task(transformers: Any, target: str, config: Any, asked: Setting | None) ->
     """The name of the task: the one that is asked for, or that of the configuration's architecture, or the first."""
     classes = {name: _classes(transformers, task, config) for name, task in TASKS.items()}
     possible = [name for name, kinds in classes.items() if kinds]
-    if asked is not None and asked not in TASKS:
-        raise OptionError(f"unknown task {asked!r}{nearest(str(asked), TASKS)} Tasks: {', '.join(TASKS)}")
+    check_task(asked)
     if not possible:
         raise OptionError(
             f"{target}: transformers has no class of model type {config.model_type!r} for a task that roamc knows "

@@ -14,6 +14,12 @@ Settings = Mapping[str, Setting]
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64")
 
+TASK_NAMES = (
+    "seq2seq-lm", "masked-lm", "causal-lm", "image-classification", "sequence-classification", "token-classification",
+    "question-answering",
+)  # fmt: skip
+"""The tasks of configurations. Of those that one has a class for, the first is the default if it names none."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -41,6 +47,16 @@ def is_function(target: str) -> bool:
 def is_path(target: str) -> bool:
     """Whether a target of the command line is a configuration's path: of a ``.json`` file, or of a folder."""
     return target.endswith(".json") or "/" in target or Path(target).is_dir()
+
+
+def check_task(name: Setting | None) -> None:
+    """Refuse a name that is not of :data:`TASK_NAMES`; None is that of the configuration.
+
+    Raises:
+        OptionError: names the nearest.
+    """
+    if name is not None and name not in TASK_NAMES:
+        raise OptionError(f"unknown task {name!r}{nearest(str(name), TASK_NAMES)} Tasks: {', '.join(TASK_NAMES)}")
 
 
 def checked(name: str, settings: Settings) -> dict[str, Any]:

@@ -31,7 +31,10 @@ def saved_plan(asked: Asked) -> Plan | None:
         return None
     for name, option in asked.given.items():
         if name not in WITHOUT_GRAPH:
-            raise OptionError(f"{target} is a saved plan without its model and graph, which {option} needs")
+            raise OptionError(
+                f"{target} is a saved plan without its model and graph, which {option} needs: leave it out, or give "
+                "the model in place of the plan"
+            )
     return plan
 
 

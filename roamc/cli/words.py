@@ -12,7 +12,7 @@ from typing import Any
 
 from roamc.budget import parse_budget
 from roamc.cli.asked import Request
-from roamc.cli.models import MODELS, checked, is_function, is_path
+from roamc.cli.models import MODELS, check_task, checked, is_function, is_path
 from roamc.errors import OptionError, nearest
 from roamc.gpus import gpu_of
 from roamc.options import parse_options
@@ -58,6 +58,8 @@ def check_words(request: Request, budgets: Iterable[str]) -> None:
     parse_options({name: value for name, value in options_in(request).items() if name not in NEED_TORCH})
     if request.target in MODELS or not (is_function(request.target) or is_path(request.target)):
         checked(request.target, settings_in(request))
+    elif not is_function(request.target):
+        check_task(settings_in(request).get("task"))
 
 
 def check_optimizer(name: str | None) -> None:

@@ -6,24 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import roamc
-from roamc.cli.commands import app
+from tests.cli.test_cli import run
 
 SMALL = ("--batch", "2", "--seq", "16", "--layers", "1", "--width", "32", "--heads", "4", "--vocab", "64")
-
-
-def run(*words: str, code: int = 0, columns: int = 160) -> str:
-    result = CliRunner().invoke(app, words, env={"COLUMNS": str(columns)})
-    assert result.exit_code == code, result.output
-    return result.stdout if code == 0 else result.stderr
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    shown = run("explain", "gpt", *SMALL, "--memory-budget", "min", "--no-curve", "--save", str(path))
+    shown = run(
+        "explain", "gpt", *SMALL, "--memory-budget", "min", "--no-curve", "--save", str(path), columns=160
+    ).stdout
     assert f"the plan is in {path}" in shown
     return path
 
@@ -37,7 +32,7 @@ def test_explain_saves_what_plan_saves(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [60, 160])
 def test_a_saved_plan_is_told_again(saved: Path, columns: int) -> None:
     plan = roamc.load_plan(saved)
-    shown, explained = (run(command, str(saved), columns=columns) for command in ("plan", "explain"))
+    shown, explained = (run(command, str(saved), columns=columns).stdout for command in ("plan", "explain"))
     joined = " ".join(shown.split())
     assert joined.startswith(" ".join(str(plan).split()))
     assert f"as written in {saved}, made with roamc {plan.versions['roamc']} and torch" in joined
@@ -52,7 +47,7 @@ def test_a_saved_plan_is_told_again(saved: Path, columns: int) -> None:
 
 
 def test_its_json_says_where_it_is_from(saved: Path) -> None:
-    data = json.loads(run("plan", str(saved), "--json"))
+    data = json.loads(run("plan", str(saved), "--json").stdout)
     assert data["needed_bytes"] == roamc.load_plan(saved).needed_bytes
     assert str(saved) in data["origin"]
 
@@ -69,21 +64,22 @@ def test_its_json_says_where_it_is_from(saved: Path) -> None:
     ],
 )
 def test_options_that_need_the_graph_are_refused(saved: Path, words: tuple[str, ...], option: str) -> None:
-    error = run(words[0], str(saved), *words[1:], code=1)
-    assert error == f"error: {saved} is a saved plan without its model and graph, which {option} needs\n"
+    error = run(words[0], str(saved), *words[1:], code=1).stderr
+    advice = "leave it out, or give the model in place of the plan"
+    assert error == f"error: {saved} is a saved plan without its model and graph, which {option} needs: {advice}\n"
 
 
 def test_other_files_are_told_apart(saved: Path, tmp_path: Path) -> None:
     changed, config = tmp_path / "changed.json", tmp_path / "config.json"
     changed.write_text(saved.read_text().replace('"status": "', '"status": "x'))
     config.write_text(json.dumps({"hidden_size": 4, "format": 12}))
-    assert f"{changed}: it was changed after it was saved" in run("explain", str(changed), code=1)
-    assert f"{config} is no configuration of a transformers model" in run("plan", str(config), code=1)
+    assert f"{changed}: it was changed after it was saved" in run("explain", str(changed), code=1).stderr
+    assert f"{config} is no configuration of a transformers model" in run("plan", str(config), code=1).stderr
 
 
 @pytest.mark.parametrize("command", ["plan", "explain"])
 def test_no_plan_is_made_by_decisions_of_a_saved_one(saved: Path, command: str) -> None:
-    error = run(command, "gpt", *SMALL, "--option", f"plan={saved}", code=1)
+    error = run(command, "gpt", *SMALL, "--option", f"plan={saved}", code=1).stderr
     assert "the command line plans anew: leave it out" in error
 
 

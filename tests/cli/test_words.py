@@ -39,6 +39,7 @@ def ended(*words: str) -> tuple[str, str]:
         (["plan", "gpt", "--set", "foo=1"], "gpt has no setting 'foo'"),
         (["plan", "gpt", "--device", "tpu"], "--device must be one of cpu, cuda, not 'tpu'"),
         (["plan", "gpt", "--gpu", "h100", "--device", "cpu"], "--gpu h100 plans for a GPU, and --device cpu for a CPU"),
+        (["plan", "config.json", "--task", "causal"], "unknown task 'causal'; did you mean 'causal-lm'? Tasks: "),
         (["plan", "gpt", "--frobnicate"], "No such option: --frobnicate"),
     ],
 )  # fmt: skip
