@@ -177,8 +177,8 @@ def _without_states(graph: TrainGraph) -> tuple[str, ...]:
     return (WITHOUT_STATES,)
 
 
-def check_budget(planned: Planned, terms: Terms) -> None:
-    """Refuse a plan that does not keep the bytes of ``terms``.
+def check_budget(planned: Planned, terms: Terms, *, gpu: bool) -> None:
+    """Refuse a plan that does not keep the bytes of ``terms``; ``gpu`` says whether a GPU is named, for the advice.
 
     Raises:
         BudgetError: names what is needed, and the largest storages at the peak; has the plan.
@@ -191,7 +191,7 @@ def check_budget(planned: Planned, terms: Terms) -> None:
     needs = f"{plan.name} needs {needed} ({plan.needed_bytes} bytes) at its peak, above memory_budget={allowed}"
     advice = RAISE
     if terms.total:
-        needs, advice = plan.headline, RAISE if plan.room == format_bytes(plan.room_bytes) else LARGER
+        needs, advice = plan.headline, LARGER if gpu else RAISE
     largest = "; ".join((_largest(planned.graph), *assumed(planned.graph)))
     raise BudgetError(f"{needs}, {how}; {largest}. {advice}", plan)
 

@@ -519,7 +519,7 @@ def _finished(planned: Planned, maker: PlanMaker, begun: Seconds, spent: Mapping
     for stage, seconds in spent.items():
         plan.seconds[stage] = plan.seconds.get(stage, 0.0) + seconds  # type: ignore[index]
     plan.seconds["other"] = time.perf_counter() - begun - sum(plan.seconds.values())  # type: ignore[index]
-    check_budget(planned, maker.terms)
+    check_budget(planned, maker.terms, gpu=maker.options.gpu is not None)
     log.info("%s", plan)
     return planned
 
