@@ -277,9 +277,7 @@ def test_settings_of_configurations_are_no_settings_of_a_built_in_model() -> Non
         assert f"gpt has no setting '{setting}'" in run("plan", "gpt", f"--{setting}", "x", code=1).stderr
 
 
-def test_a_folder_named_like_a_built_in_model_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_named_like_a_built_in_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "config.json").write_text("{}", "utf-8")
     monkeypatch.chdir(tmp_path)
