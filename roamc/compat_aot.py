@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
@@ -426,3 +428,61 @@ def forward_backward(
             inference_compiler=keep,
         )(*fakes)  # fmt: skip
     return captured["halves"], captured["outputs"], captured["static"]
+
+
+def described(comment: str) -> Any:
+    """Return what AOTAutograd notes as ``meta["desc"]`` of an input or output, from the comment that it prints.
+
+    Args:
+        comment: such as ``GradAOTOutput(grad_of=PlainAOTInput(idx=3))``; of unknown classes nothing is read.
+
+    Returns:
+        The description; None if there is none.
+    """
+    from torch._functorch._aot_autograd import descriptors
+
+    known_classes = {
+        name: each
+        for name, each in vars(descriptors).items()
+        if dataclasses.is_dataclass(each) and name.endswith(("AOTInput", "AOTOutput"))
+    }
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=constant):
+                return constant
+            case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if name in known_classes:
+                return known_classes[name](**{each.arg: value(each.value) for each in keywords if each.arg})
+        raise ValueError
+
+    try:
+        return value(ast.parse(comment.strip(), mode="eval", filename="<description>").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def checkpoint_policy(name: str) -> Any:
+    """Return torch's ``CheckpointPolicy`` of that name, such as ``PREFER_RECOMPUTE``; None if it has none."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy.__members__.get(name)
+
+
+def partition(
+    joint: fx.GraphModule, mode: FakeTensorMode, outputs: int, static: Sequence[int]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph that was not captured here, as :func:`default_partition` does for one that was.
+
+    Args:
+        joint: forward and backward, with torch's tags of their halves.
+        mode: of its fake tensors; a checkpoint with random operators needs it.
+        outputs: how many results are forward's.
+        static: positions of inputs that are parameters or buffers.
+    """
+    from torch._guards import TracingContext, tracing
+
+    inputs = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    with tracing(TracingContext(mode)):
+        return default_partition(
+            joint, inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static)
+        )

@@ -107,3 +107,7 @@ class RanksError(RoamcError, RuntimeError):
 
 class OtherStepError(RanksError):
     """Ranks are about to run different steps: each would wait for the others, in a fallback too."""
+
+
+class DumpError(RoamcError, ValueError):
+    """A file has no graph that can be read; the message names file and line and says what to do."""

@@ -1,0 +1,7 @@
+"""Graphs from the files that torch writes: ``TORCH_TRACE`` logs, ``TORCH_LOGS`` output, printed joint graphs.
+
+Nothing of a file is executed. :mod:`text` turns lines into plain data, which needs no torch; :mod:`trace_log` finds the
+graphs of a log and what it says of their inputs; :mod:`build` makes an FX graph of fake tensors out of plain data, with
+operators of a closed table (:mod:`names`); :mod:`graphs` hands it to :func:`roamc.capture.joint.stitch`, like a graph
+that torch.compile captures.
+"""

@@ -1,0 +1,134 @@
+"""What an annotation of a printed graph says of a value: ``f32[8, s0][s0, 1]cuda:0``, or ``Sym(4*s0)``."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from roamc.errors import DumpError
+
+MOST_SIZE = 1 << 62
+"""Above any number of elements that has an address."""
+
+_ANNOTATION = re.compile(
+    r"^(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\[(?P<stride>[^\]]*)\])?(?P<device>[a-z]+(?::\d+)?)?$"
+)
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+
+_INFIX: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+_FUNCTIONS: Mapping[str, Callable[..., int]] = {
+    "Max": max,
+    "Min": min,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "ModularIndexing": lambda value, divisor, modulus: value // divisor % modulus,
+    "floor": math.floor,
+    "ceiling": math.ceil,
+    "CeilToInt": math.ceil,
+}
+"""What torch and sympy print in sizes."""
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """dtype as torch prints it, such as "bf16", and the geometry; strides and device are None where they are not said."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Number:
+    """A size, with its value."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Values of symbolic sizes such as ``s0``; ``file`` is for messages."""
+
+    values: Mapping[str, int]
+    file: str
+
+    def of(self, text: str, line: int) -> int:
+        """Return the value of an expression such as ``2*s0 + 1``.
+
+        Raises:
+            DumpError: a symbol has no value, or the expression is none of sizes.
+        """
+        if re.fullmatch(r"\s*-?\d{1,19}\s*", text):
+            return int(text)
+        missing = sorted(set(_SYMBOL.findall(text)) - self.values.keys())
+        if missing:
+            advice = " ".join(f"--size {name}=N" for name in missing)
+            raise DumpError(f"{self.file}:{line}: the graph leaves a size open: give {advice}")
+        try:
+            value = self._value(ast.parse(text.strip(), mode="eval", filename="<size>").body)
+        except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):
+            raise DumpError(f"{self.file}:{line}: no size: {text[:60]!r}") from None
+        if abs(value) > MOST_SIZE:
+            raise DumpError(f"{self.file}:{line}: a size above 2**62: {text[:60]!r}")
+        return value
+
+    def _value(self, node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(value)):
+                return value
+            case ast.Name(id=name):
+                return self.values[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._value(operand)
+            case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 0 <= power <= 8:
+                return int(self._value(left) ** power)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _INFIX:
+                return _INFIX[type(op)](self._value(left), self._value(right))
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+                return _FUNCTIONS[name](*map(self._value, args))
+        raise ValueError
+
+
+def parsed(annotation: str | None, sizes: Sizes, line: int) -> TensorType | Number | None:
+    """Return what an annotation says; None if there is none, or one of something else than a tensor or size.
+
+    Args:
+        annotation: as the graph has it, without quotes.
+        sizes: values of the symbols in it.
+        line: of the file, for messages.
+
+    Raises:
+        DumpError: a size has no value, or is none.
+    """
+    if annotation is None:
+        return None
+    text = annotation.strip()
+    if text.startswith("Sym(") and text.endswith(")"):
+        return Number(sizes.of(text[4:-1], line))
+    found = _ANNOTATION.match(text)
+    if found is None:
+        return None
+
+    def numbers(part: str) -> tuple[int, ...]:
+        return tuple(sizes.of(each, line) for each in re.split(r",(?![^()]*\))", part)) if part.strip() else ()
+
+    shape, stride = numbers(found["shape"]), None if found["stride"] is None else numbers(found["stride"])
+    spans = [size - 1 for size in shape] if stride is None else [(s - 1) * t for s, t in zip(shape, stride, strict=False)]
+    wrong = stride is not None and len(stride) != len(shape)
+    if wrong or min((*shape, *(stride or ())), default=0) < 0 or max(math.prod(shape), sum(spans)) > MOST_SIZE >> 4:
+        raise DumpError(f"{sizes.file}:{line}: no tensor that can exist: {text[:60]!r}")
+    return TensorType(found["dtype"], shape, stride, found["device"])

@@ -1,0 +1,360 @@
+"""From the plain data of a printed graph to an FX graph of fake tensors, as AOTAutograd has them."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+
+from roamc import compat_aot
+from roamc.capture.dump import names
+from roamc.capture.dump.annotations import Number, Sizes, TensorType, parsed
+from roamc.capture.dump.text import Call, Dotted, GraphText, Input, Item, Name, Origin, Statement, Value
+from roamc.compat import FakeTensorMode, OpOverload
+from roamc.errors import DumpError, nearest
+from roamc.graph.rewrite import placed_in
+
+MOST_RESULTS = 4_096
+"""Most results of one operator: deriving the parts of a split takes time and memory for each of them."""
+
+MOST_COMPARED = 3
+"""Differences between a file and what torch derives here that a note names."""
+
+_PYTHON: Mapping[str, Callable[..., Any]] = {
+    f"operator.{each.__name__}": each
+    for each in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod)
+} | {
+    f"operator.{each.__name__}": each
+    for each in (operator.neg, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+}
+"""Functions of sizes."""
+
+
+@dataclass
+class Findings:
+    """What is said of a graph beside it.
+
+    Attributes:
+        compared: how many results have an annotation, and a derived tensor to compare it with.
+        differences: where the two differ: "NAME is X in the file, Y by torch 2.13.0".
+        dense: how many tensors have no strides in the file, and are taken to be dense.
+        devices: whether no tensor has a device.
+        constants: names of constants whose values are not in the file.
+    """
+
+    compared: int = 0
+    differences: list[str] = field(default_factory=list)
+    dense: int = 0
+    devices: bool = False
+    constants: list[str] = field(default_factory=list)
+
+    def notes(self) -> Iterator[str]:
+        """Yield them as a plan's notes."""
+        if self.dense:
+            yield f"the file says no strides: {self.dense} tensors are taken to be dense"
+        if not self.devices:
+            yield "the file says no devices: those of its constants count, else the CPU"
+        if self.differences:
+            more = len(self.differences) - MOST_COMPARED
+            shown = "; ".join(self.differences[:MOST_COMPARED]) + (f"; and {more} more" if more > 0 else "")
+            yield f"{len(self.differences)} of {self.compared} results differ, and count as the file has them: {shown}"
+
+
+class Builder:
+    """Builds one graph after another in one fake mode, so that values of both halves of a step lie in one place.
+
+    Args:
+        sizes: values of symbolic sizes.
+        file: its name, for messages.
+    """
+
+    def __init__(self, sizes: Sizes, file: str) -> None:
+        self.sizes, self.file = sizes, file
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+        self.findings = Findings()
+
+    def module(
+        self,
+        text: GraphText,
+        shared: Mapping[int, object] | None = None,
+        values: Mapping[str, torch.Tensor] | None = None,
+    ) -> fx.GraphModule:
+        """Return the graph of ``text``, with fake tensors in ``meta["val"]``.
+
+        Args:
+            text: a graph.
+            shared: position of an input to what names its storage; inputs with one name share it. None: none do.
+            values: name of an input to the tensor that it is; None for new ones.
+
+        Raises:
+            DumpError: the graph names what is not known or not allowed, or an operator refuses its arguments.
+        """
+        return _Graph(self, text, shared or {}, values or {}).built()
+
+
+class _Graph:
+    """One graph that is being built: ``env`` has a node or a number for each name of the text."""
+
+    def __init__(
+        self, builder: Builder, text: GraphText, shared: Mapping[int, object], values: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.text, self.shared, self.values = text, shared, values
+        self.sizes, self.mode, self.findings, self.file = builder.sizes, builder.mode, builder.findings, builder.file
+        self.graph, self.root = fx.Graph(), nn.Module()
+        self.env: dict[str, Any] = {}
+        self.device = _device_of_constants(text)
+        self.first: dict[object, torch.Tensor] = {}
+        self.line = text.line
+
+    def built(self) -> fx.GraphModule:
+        for position, each in enumerate(self.text.inputs):
+            self.feed(position, each)
+        for statement in self.text.statements:
+            self.line = statement.line
+            self.run(statement)
+        results = tuple(self.low(result.value) for result in self.text.results)
+        end = self.graph.output(results)
+        end.meta["desc"] = tuple(compat_aot.described(result.comment) for result in self.text.results)
+        return fx.GraphModule(self.root, self.graph)
+
+    def fail(self, reason: str) -> NoReturn:
+        raise DumpError(f"{self.file}:{self.line}: {reason}")
+
+    def feed(self, position: int, each: Input) -> None:
+        said = parsed(each.annotation, self.sizes, self.line)
+        self._new_name(each.name)
+        if isinstance(said, Number):
+            self.env[each.name] = said.value
+            return
+        if said is None:
+            self.fail(f"input {each.name} has no shape" + (f": {each.annotation[:60]!r}" if each.annotation else ""))
+        value = self.values.get(each.name)
+        if value is None:
+            value = self._shared(self.shared.get(position), self.tensor(said))
+        node = self.graph.create_node("placeholder", each.name, name=each.name)
+        node.meta |= {"val": value, "desc": compat_aot.described(each.comment)}
+        self.env[each.name] = node
+
+    def _shared(self, storage: object, value: torch.Tensor) -> torch.Tensor:
+        """``value``, in the storage of the first input with the same ``storage``."""
+        if storage is None:
+            return value
+        first = self.first.setdefault(storage, value)
+        if first is value or value.untyped_storage().nbytes() > first.untyped_storage().nbytes():
+            return value
+        with self.mode:
+            return placed_in(value, first.untyped_storage(), value.device)
+
+    def run(self, statement: Statement) -> None:
+        said = parsed(statement.annotation, self.sizes, self.line)
+        if statement.name:
+            self._new_name(statement.name)
+        if isinstance(said, Number):
+            self.env[statement.name] = said.value
+            return
+        match statement.value:
+            case Item(value=Name(name=source), index=index):
+                node = self.pick(source, index)
+            case Call(path=path, args=args, kwargs=kwargs) if path in _PYTHON and not kwargs:
+                self.env[statement.name] = self._number(path, args)
+                return
+            case Call() as call:
+                node = self.call(statement, call)
+            case Dotted(path=path) if path.startswith("self."):
+                node = self.constant(path, said)
+            case Name() | int() | float() | bool() as value:
+                self.env[statement.name] = self.low(value)
+                return
+            case _:
+                self.fail("no operator, result or constant")
+        if isinstance(node, fx.Node):
+            self.finish(node, statement, said)
+        else:
+            self.env[statement.name] = node
+
+    def _new_name(self, name: str) -> None:
+        if name in self.env:
+            self.fail(f"{name} is there twice: one line of the file is doubled, or two graphs are mixed")
+
+    def _number(self, path: str, args: Sequence[Value]) -> Any:
+        values = [self.low(arg) for arg in args]
+        if not all(isinstance(value, int | float) for value in values):
+            self.fail(f"{path} of tensors is no operator of ATen: this is the graph of dynamo, not the joint graph")
+        try:
+            return _PYTHON[path](*values)
+        except (ArithmeticError, TypeError) as error:
+            self.fail(f"{path}: {error}")
+
+    def pick(self, source: str, index: int) -> Any:
+        made = self.low(Name(source))
+        results = made.meta["val"] if isinstance(made, fx.Node) else None
+        if not isinstance(results, tuple | list) or not -len(results) <= index < len(results):
+            self.fail(f"{source} has no result {index}")
+        if not isinstance(results[index], torch.Tensor):
+            return results[index]
+        node = self.graph.call_function(operator.getitem, (made, index))
+        node.meta["val"] = results[index]
+        return node
+
+    def constant(self, path: str, said: TensorType | Number | None) -> fx.Node:
+        """A tensor of the graph, whose value is not in the file; one without an annotation is a number in float32."""
+        name = "".join(letter if letter.isalnum() else "_" for letter in path.removeprefix("self."))
+        value = self.tensor(said if isinstance(said, TensorType) else TensorType("f32", (), ()))
+        self.root.register_buffer(name, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
+        self.findings.constants.append(name)
+        node = self.graph.get_attr(name)
+        node.meta["val"] = value
+        return node
+
+    def call(self, statement: Statement, call: Call) -> Any:
+        target = names.operator_of(call.path)
+        if target is None:
+            self.fail(f"unknown operator {call.path[:80]!r}; roamc plans those of ATen, prims and _c10d_functional")
+        args, kwargs = self.low(tuple(call.args)), self.low(dict(call.kwargs))
+        fakes, named = (fx.map_arg(each, lambda node: node.meta["val"]) for each in (args, kwargs))
+        if target.namespace == "aten" and target._opname in ("sym_size", "sym_numel", "sym_stride", "sym_storage_offset"):
+            return self._derived(target, fakes, named)
+        self._check_results(target, fakes, named)
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = self._derived(target, fakes, named)
+        return node
+
+    def _derived(self, target: OpOverload, args: Any, kwargs: Any) -> Any:
+        try:
+            with self.mode, torch.no_grad():
+                return target(*args, **kwargs)
+        except Exception as error:  # whatever a kernel on fake tensors raises
+            reason = str(error).partition("\n")[0][:200]
+            self.fail(f"{target} refuses its arguments: {reason or type(error).__name__}")
+
+    def _check_results(self, target: OpOverload, args: Any, kwargs: Any) -> None:
+        """Refuse an operator that gives more results than can be counted in a moment."""
+        if not any(str(each.type) == "List[Tensor]" for each in target._schema.returns):
+            return
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, int) and not isinstance(each, bool)]
+        longest = max((size for each in tensors for size in each.shape), default=0)
+        size = max(1, numbers[0]) if numbers and target._opname in ("split", "unsafe_split") else 1
+        most = -(-longest // size) if target._opname in ("split", "unsafe_split", "unbind") else max(numbers, default=0)
+        if most > MOST_RESULTS:
+            self.fail(f"{target} may give {most} results; roamc reads graphs with at most {MOST_RESULTS} of one operator")
+
+    def low(self, value: Value) -> Any:
+        """What a value of the text is in the graph."""
+        match value:
+            case Name(name=name):
+                if name not in self.env:
+                    self.fail(f"{name} was never made: lines are missing in front{nearest(name, self.env, 0.9)}")
+                return self.env[name]
+            case Dotted(path=path):
+                if path not in names.CONSTANTS:
+                    self.fail(f"unknown constant {path[:80]!r}")
+                return names.CONSTANTS[path]
+            case Call(path="device", args=args, kwargs=kwargs) | Call(path="torch.device", args=args, kwargs=kwargs):
+                return self._device(*map(self.low, args), **{key: self.low(each) for key, each in kwargs.items()})
+            case Call(path="complex", args=(int() | float() as real, int() | float() as imaginary)):
+                return complex(real, imaginary)
+            case Call(path=path, args=args, kwargs=kwargs) if path in _PYTHON and not kwargs:
+                return self._number(path, args)
+            case list():
+                return [self.low(each) for each in value]
+            case tuple():
+                return tuple(self.low(each) for each in value)
+            case dict():
+                return {key: self.low(each) for key, each in value.items()}
+            case Call() | Item():
+                self.fail("a call within a call")
+        return value
+
+    def _device(self, type: object = "cpu", index: object = None) -> torch.device:
+        kind = type if isinstance(type, str) and type in ("cpu", "cuda", "meta") else "cpu"
+        return torch.device(kind, index if isinstance(index, int) and 0 <= index < 1024 else (0 if kind == "cuda" else None))
+
+    def finish(self, node: fx.Node, statement: Statement, said: TensorType | Number | None) -> None:
+        if statement.name:
+            node.name = statement.name
+            self.env[statement.name] = node
+        _note_origin(node, statement.origin)
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            if not isinstance(value, tuple | list | None):
+                self.env[statement.name] = value
+                self.graph.erase_node(node)
+            return
+        if isinstance(said, TensorType):
+            node.meta["val"] = self._compared(node.name, value, said)
+
+    def _compared(self, name: str, value: torch.Tensor, said: TensorType) -> torch.Tensor:
+        """``value``, or the tensor that the file says where the two differ in anything it says."""
+        self.findings.compared += 1
+        dtype = names.DTYPES.get(said.dtype)
+        device = said.device and self._device(*_parts(said.device))
+        spans = zip(value.shape, value.stride(), said.stride or value.stride(), strict=False)
+        same = (
+            value.dtype == dtype
+            and tuple(value.shape) == said.shape
+            and all(size <= 1 or have == want for size, have, want in spans)
+            and (device is None or value.device == device)
+        )
+        self.findings.devices |= device is not None
+        if same:
+            return value
+        here = f"{value.dtype} {tuple(value.shape)} strides {value.stride()} on {value.device}"
+        there = f"{said.dtype}{list(said.shape)}" + (f" strides {said.stride}" if said.stride else "")
+        self.findings.differences.append(f"{name} is {there} in the file, {here} by torch {torch.__version__}")
+        return self.tensor(said)
+
+    def tensor(self, said: TensorType) -> torch.Tensor:
+        dtype = names.DTYPES.get(said.dtype)
+        if dtype is None:
+            self.fail(f"unknown dtype {said.dtype!r}{nearest(said.dtype, names.DTYPES)}")
+        stride = said.stride
+        if stride is None:
+            self.findings.dense += 1
+            stride = tuple(math.prod(max(1, size) for size in said.shape[at + 1 :]) for at in range(len(said.shape)))
+        self.findings.devices |= said.device is not None
+        device = self._device(*_parts(said.device)) if said.device else self.device
+        with self.mode:
+            return torch.empty_strided(said.shape, stride, dtype=dtype, device=device)
+
+
+def _parts(device: str) -> tuple[str, int | None]:
+    kind, _, index = device.partition(":")
+    return kind, int(index) if index else None
+
+
+def _device_of_constants(text: GraphText) -> torch.device:
+    """The device that a graph names, in its annotations or calls: for tensors of which the file says none."""
+    kinds = {"cuda" for each in text.inputs if each.annotation and "cuda" in each.annotation}
+    for statement in text.statements:
+        call = statement.value
+        device = call.kwargs.get("device") if isinstance(call, Call) else None
+        if isinstance(device, Call) and "cuda" in (*device.args, *device.kwargs.values()):
+            kinds.add("cuda")
+    return torch.device("cuda", 0) if kinds else torch.device("cpu")
+
+
+def _note_origin(node: fx.Node, origin: Origin) -> None:
+    """Note in ``node.meta`` what the comments say, under the keys that torch has for it."""
+    if origin.file:
+        place = f'  File "{origin.file}", line {origin.line}, in {origin.function}'
+        node.meta["stack_trace"] = f"{place}\n    {origin.code}"
+    if origin.policy:
+        policy = compat_aot.checkpoint_policy(origin.policy)
+        if policy is not None:
+            node.meta["recompute"] = policy
+    if origin.checkpoint and origin.checkpoint.isdecimal():
+        node.meta["ac_graph_id"] = int(origin.checkpoint)
+    if origin.annotation:
+        try:
+            custom = ast.literal_eval(origin.annotation)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return  # a value that has no literal: of no use to a plan
+        if isinstance(custom, dict):
+            node.meta["custom"] = custom

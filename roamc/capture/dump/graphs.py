@@ -1,0 +1,205 @@
+"""From a file or folder to the graph of a step, as torch.compile's capture would have it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import fx
+
+from roamc import compat_aot
+from roamc.capture import joint
+from roamc.capture.dump import phases, prefixes, text, trace_log
+from roamc.capture.dump.annotations import Sizes
+from roamc.capture.dump.build import Builder
+from roamc.capture.dump.text import GraphText
+from roamc.errors import DumpError
+from roamc.graph import Port, TrainGraph
+from roamc.graph.origin import path_of
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One graph of a file, as plain data.
+
+    Attributes:
+        path: the file.
+        piece: which of its graphs, as ``0/0`` in a log or ``1`` in a text.
+        joint: forward and backward in one, or forward of a graph without backward; None for two halves.
+        forward: the first half.
+        backward: the second.
+        static: positions of inputs that are parameters or buffers; None if the file does not say.
+        inputs: for each input, the expression by which the user reaches it, and what names its storage.
+        notes: what the file lacks or has otherwise.
+    """
+
+    path: Path
+    piece: str
+    joint: GraphText | None
+    forward: GraphText | None = None
+    backward: GraphText | None = None
+    static: tuple[int, ...] | None = None
+    inputs: tuple[tuple[str, int | None], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def statements(self) -> int:
+        """Operators in all."""
+        return sum(len(each.statements) for each in (self.joint, self.forward, self.backward) if each is not None)
+
+
+def is_dump(target: str) -> bool:
+    """Whether a target of the command line is a file or folder that may have graphs: of no model, plan or program."""
+    path = Path(target)
+    if path.is_dir():
+        return not (path / "config.json").exists()
+    return path.is_file() and path.suffix not in (".json", ".py") or target.endswith("fx_graph_readable.py")
+
+
+def read(target: str) -> tuple[Dump, ...]:
+    """Return all graphs of a file, or of the logs in a folder, the largest first.
+
+    Raises:
+        DumpError: there is none that can be read; says what to do.
+    """
+    path = Path(target)
+    if not path.is_dir():
+        return _ranked(_of_file(path))
+    logs = sorted(each for each in path.rglob("*") if each.is_file() and each.name.endswith((".log", ".log.gz")))
+    if not logs:
+        raise DumpError(f"{path}: no log is in the folder. TORCH_TRACE={path} python train.py writes one there")
+    return _ranked([dump for each in _of_one_rank(logs) for dump in _of_file(each)])
+
+
+def _of_one_rank(logs: Sequence[Path]) -> Sequence[Path]:
+    """The logs of rank 0, where there are logs of several ranks; they differ in what the ranks hold alone."""
+    ranks = {each: re.search(r"rank_(\d+)_", each.name) for each in logs}
+    first = [each for each, rank in ranks.items() if rank is not None and int(rank[1]) == 0]
+    return first or logs
+
+
+def _ranked(dumps: Sequence[Dump]) -> tuple[Dump, ...]:
+    return tuple(sorted(dumps, key=lambda dump: -dump.statements))
+
+
+def _of_file(path: Path) -> list[Dump]:
+    content = trace_log.text_of(path)
+    if not content.strip():
+        raise DumpError(f"{path}: the file is empty")
+    if trace_log.is_log(content) and "\n\t" in content:
+        return [_of_piece(path, piece) for piece in trace_log.read(path)]
+    return _of_text(path, text.graphs(prefixes.without_prefixes(content), str(path)))
+
+
+def _of_piece(path: Path, piece: trace_log.Piece) -> Dump:
+    graphs = {key: _only(path, *said) for key, said in piece.texts.items() if key != "dynamo_output_graph"}
+    whole = graphs.get("aot_joint_graph") or graphs.get("aot_inference_graph")
+    notes = ()
+    if piece.decomposed:
+        notes = (
+            "the log is Inductor's, whose graph is of decomposed operators: \"eager's peak\" is that of these operators "
+            'in order; backend="aot_eager" logs those that eager runs',
+        )
+    dump = Dump(path, piece.frame, whole, static=piece.static, inputs=piece.inputs(), notes=notes)
+    if whole is not None:
+        return dump
+    return _in_halves(dump, graphs.get("aot_forward_graph"), graphs.get("aot_backward_graph"))
+
+
+def _only(path: Path, content: str, line: int) -> GraphText:
+    return text.graphs(prefixes.without_prefixes(content), str(path), line + 1)[0]
+
+
+def _of_text(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
+    roles = ("the file does not say which inputs are parameters: all of them count as inputs",)
+    whole = [each for each in graphs if each.joint]
+    halves = [each for each in graphs if not each.joint]
+    if whole:
+        numbers = map(str, range(len(whole)))
+        return [Dump(path, number, each, notes=roles) for number, each in zip(numbers, whole, strict=True)]
+    second = [each for each in halves if each.has_tangents]
+    first = [each for each in halves if not each.has_tangents]
+    if len(first) == len(second) == 1:
+        return [_in_halves(Dump(path, "0", None, notes=roles), first[0], second[0])]
+    if second:
+        raise DumpError(
+            f"{path}: {'a' if len(second) == 1 else len(second)} backward without the forward that saves its inputs. "
+            "Put both into one file, or log the joint graph: TORCH_LOGS=aot_joint_graph"
+        )
+    numbers = map(str, range(len(first)))
+    return [Dump(path, number, each, notes=roles) for number, each in zip(numbers, first, strict=True)]
+
+
+HALVES = (
+    "the file has forward and backward as a backend has cut them, min-cut in most: a joint graph says more. "
+    "TORCH_LOGS=aot_joint_graph prints it"
+)
+
+
+def _in_halves(dump: Dump, forward: GraphText | None, backward: GraphText | None) -> Dump:
+    if forward is None or backward is None:
+        lacks = "forward" if forward is None else "backward"
+        raise DumpError(f"{dump.path}: graph {dump.piece} has no {lacks}: the log ended before it, or was cut off")
+    return replace(dump, forward=forward, backward=backward, notes=(*dump.notes, HALVES))
+
+
+def train_graph(dump: Dump, name: str, sizes: Mapping[str, int]) -> TrainGraph:
+    """Return the graph of a step for planning: what :func:`roamc.capture.joint.stitch` gives for a captured one.
+
+    Args:
+        dump: a graph of a file.
+        name: of the graph, for reports.
+        sizes: values of symbolic sizes, such as ``{"s0": 32}``.
+
+    Raises:
+        DumpError: the graph names what is not known, or contradicts itself.
+        CaptureError: an operator of the graph cannot be planned.
+    """
+    builder = Builder(Sizes(sizes, str(dump.path)), str(dump.path))
+    shared = {position: storage for position, (_, storage) in enumerate(dump.inputs) if storage is not None}
+    static = dump.static or ()
+    if dump.joint is not None and not dump.joint.has_tangents:
+        graph = joint.inference(builder.module(dump.joint, shared), static, name)
+    elif dump.joint is not None:
+        module = builder.module(dump.joint, shared)
+        phases.tag(module.graph)
+        outputs = _forward_results(dump, dump.joint)
+        forward, backward = compat_aot.partition(module, builder.mode, outputs, static)
+        graph = joint.stitch(forward, backward, outputs, static, name)
+    else:
+        forward, backward, outputs = _halves(builder, dump, shared)
+        graph = joint.stitch(forward, backward, outputs, static, name)
+    return graph.replace(inputs=_named(dump, graph), notes=(*graph.notes, *dump.notes, *builder.findings.notes()))
+
+
+def _named(dump: Dump, graph: TrainGraph) -> tuple[Port, ...]:
+    """The inputs, with the names that the user knows their tensors by where the file has them."""
+    ports = []
+    for position, port in enumerate(graph.inputs):
+        source = dump.inputs[position][0] if position < len(dump.inputs) else ""
+        ports.append(replace(port, name=path_of(source)) if source and path_of(source) else port)
+    return tuple(ports)
+
+
+def _forward_results(dump: Dump, whole: GraphText) -> int:
+    """How many results are forward's: all but one gradient for each input that is no tangent."""
+    primals = [each for each in whole.inputs if not each.name.startswith(phases.TANGENTS)]
+    return len(whole.results) - len(primals)
+
+
+def _halves(
+    builder: Builder, dump: Dump, shared: Mapping[int, object]
+) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """Both halves, built in one fake mode: what backward reads are forward's own tensors; and forward's outputs."""
+    assert dump.forward is not None
+    assert dump.backward is not None
+    forward = builder.module(dump.forward, shared)
+    values = {node.name: node.meta["val"] for node in forward.graph.nodes if "val" in node.meta}
+    saved = [each for each in dump.backward.inputs if not each.name.startswith(phases.TANGENTS)]
+    outputs = len(dump.forward.results) - len(saved)
+    if outputs < 0:
+        raise DumpError(f"{dump.path}: backward reads {len(saved)} values, more than forward returns")
+    backward = builder.module(dump.backward, values=values)
+    return forward, backward, outputs
