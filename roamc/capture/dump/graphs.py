@@ -11,7 +11,7 @@ from torch import fx
 
 from roamc import compat_aot
 from roamc.capture import joint
-from roamc.capture.dump import phases, prefixes, text, trace_log
+from roamc.capture.dump import calls, phases, prefixes, text, trace_log, writes
 from roamc.capture.dump.annotations import Sizes
 from roamc.capture.dump.build import Builder
 from roamc.capture.dump.text import GraphText
@@ -32,6 +32,7 @@ class Dump:
         backward: the second.
         static: positions of inputs that are parameters or buffers; None if the file does not say.
         inputs: for each input, the expression by which the user reaches it, and what names its storage.
+        dynamo: text of dynamo's graph, which has the writes in place of the model; "" if the file has none.
         notes: what the file lacks or has otherwise.
     """
 
@@ -42,6 +43,7 @@ class Dump:
     backward: GraphText | None = None
     static: tuple[int, ...] | None = None
     inputs: tuple[tuple[str, int | None], ...] = ()
+    dynamo: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -102,7 +104,7 @@ def _of_piece(path: Path, piece: trace_log.Piece) -> Dump:
             "the log is Inductor's, whose graph is of decomposed operators: \"eager's peak\" is that of these operators "
             'in order; backend="aot_eager" logs those that eager runs',
         )
-    dump = Dump(path, piece.frame, whole, static=piece.static, inputs=piece.inputs(), notes=notes)
+    dump = Dump(path, piece.frame, whole, static=piece.static, inputs=piece.inputs(), dynamo=piece.dynamo, notes=notes)
     if whole is not None:
         return dump
     return _in_halves(dump, graphs.get("aot_forward_graph"), graphs.get("aot_backward_graph"))
@@ -166,6 +168,8 @@ def train_graph(dump: Dump, name: str, sizes: Mapping[str, int]) -> TrainGraph:
         module = builder.module(dump.joint, shared)
         phases.tag(module.graph)
         outputs = _forward_results(dump, dump.joint)
+        lost = writes.mark(module.graph, dump.dynamo)
+        calls.number(module, outputs, builder.mode)
         forward, backward = compat_aot.partition(module, builder.mode, outputs, static)
         graph = joint.stitch(forward, backward, outputs, static, name)
     else:

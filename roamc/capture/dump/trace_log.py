@@ -51,6 +51,11 @@ class Piece:
     sources: dict[int, str] = field(default_factory=dict)
     decomposed: bool = False
 
+    @property
+    def dynamo(self) -> str:
+        """The text of dynamo's graph; "" if the log has none."""
+        return self.texts.get("dynamo_output_graph", ("", 0))[0]
+
     def inputs(self) -> tuple[tuple[str, int | None], ...]:
         """Return, for each input, the expression by which the user reaches it, and the number of its storage.
 
@@ -58,8 +63,7 @@ class Piece:
         fails.
         """
         by_name = {_plain(self.sources.get(each["id"], "")): each for each in self.tensors}
-        text, _ = self.texts.get("dynamo_output_graph", ("", 0))
-        signature = text[: text.find("):")]
+        signature = self.dynamo[: self.dynamo.find("):")]
         described = [by_name.get(_plain(name)) for name in _DYNAMO_INPUT.findall(signature)]
         return tuple(("", None) if each is None else (self.sources[each["id"]], each["storage"]) for each in described)
 

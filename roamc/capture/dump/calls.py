@@ -1,0 +1,107 @@
+"""Which operators of backward belong to one call of autograd: the text does not say it, and eager's peak depends on it.
+
+Forward's operators run once more under autograd, on fake tensors, and the trace of that has torch's own numbers. Its
+backward is that of the text, operator for operator, but where a user's ``autograd.Function`` or a change of torch makes
+another: what does not match gets no number.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from roamc import compat
+from roamc.capture.dump.phases import TANGENTS
+from roamc.graph import tensors_of
+from roamc.graph.origin import SUM_OF_GRADIENTS
+
+CALL = "seq_nr"
+"""Key in ``node.meta`` of the number of a call; forward's operator and those of its backward have the same."""
+
+DIFFERENTIABLE: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.copy.default: lambda old, new, non_blocking=False: new.to(old).expand_as(old).clone(),
+}
+"""Operators of functionalization without a derivative to what computes the same with one."""
+
+FAR = 16
+"""Operators of the trace that are skipped at most to find the next one of the text."""
+
+
+def number(joint: fx.GraphModule, outputs: int, mode: compat.FakeTensorMode) -> bool:
+    """Set :data:`CALL` of operators, and :data:`SUM_OF_GRADIENTS` of sums that autograd makes of two gradients.
+
+    Args:
+        joint: forward and backward, with the tags of :mod:`roamc.capture.dump.phases`.
+        outputs: how many of its results are forward's.
+        mode: of its fake tensors.
+
+    Returns:
+        Whether every operator of backward that reads a gradient was found in the trace.
+    """
+    nodes = list(joint.graph.nodes)
+    forward = [node for node in nodes if node.meta.get("partitioner_tag") == "is_forward"]
+    backward = [node for node in nodes if node.meta.get("partitioner_tag") == "is_backward"]
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    results = nodes[-1].args[0]
+    calls: dict[fx.Node, fx.Node] = {}  # operator of forward to what stands for it in the trace
+
+    def step(*values: torch.Tensor) -> list[Any]:
+        trained = {node for node, result in zip(inputs, results[outputs:], strict=False) if result is not None}
+        env = {
+            node: value.detach().requires_grad_() if node in trained else value
+            for node, value in zip(inputs, values, strict=True)
+        }
+        with torch.enable_grad():
+            for node in forward:
+                env[node] = _run(joint, node, env)
+                calls[node] = next(iter(reversed(compat.graph_so_far().nodes)))
+        tangents = iter([env[node] for node in inputs if node.name.startswith(TANGENTS)])
+        returned = [env[node] for node in results[:outputs] if isinstance(node, fx.Node)]
+        pairs = [(value, next(tangents, None)) for value in returned if value.requires_grad]
+        if not pairs or any(tangent is None or tangent.shape != value.shape for value, tangent in pairs):
+            return []
+        ends, given_in = zip(*pairs, strict=True)
+        for end in ends:
+            compat.number_backward(end)
+        return list(torch.autograd.grad(ends, [env[node] for node in trained], given_in, allow_unused=True))
+
+    traced = compat.trace(step, [node.meta["val"] for node in inputs], mode)
+    for node, call in calls.items():
+        if CALL in call.meta:
+            node.meta[CALL] = call.meta[CALL]
+    last = max((list(traced.graph.nodes).index(call) for call in calls.values()), default=0)
+    return _matched(backward, list(traced.graph.nodes)[last + 1 :])
+
+
+def _run(joint: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+    if node.op == "get_attr":
+        return node.meta["val"]
+    args, kwargs = (fx.map_arg(each, env.__getitem__) for each in (node.args, node.kwargs))
+    return DIFFERENTIABLE.get(node.target, node.target)(*args, **kwargs)
+
+
+def _matched(backward: Sequence[fx.Node], traced: Sequence[fx.Node]) -> bool:
+    """Give each operator of the text the numbers of the next operator of the trace that is like it."""
+    at, complete = 0, True
+    for node in backward:
+        near = traced[at : at + FAR]
+        found_at = next((offset for offset, other in enumerate(near) if _is_like(node, other)), None)
+        if found_at is None:
+            complete &= node.target is operator.getitem or node.op == "get_attr"
+            continue
+        other = near[found_at]
+        at += found_at + 1
+        node.meta |= {key: other.meta[key] for key in (CALL, SUM_OF_GRADIENTS) if key in other.meta}
+    return complete
+
+
+def _is_like(node: fx.Node, other: fx.Node) -> bool:
+    return node.target == other.target and _shapes(node) == _shapes(other)
+
+
+def _shapes(node: fx.Node) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for _, tensor in tensors_of(node)]

@@ -1,0 +1,99 @@
+"""Which operators of a joint graph eager computes in place: functionalization has made new values of the writes.
+
+The graph of dynamo, which stands in the same log, still has them: ``relu_``, ``x += 1``, ``x[:, 0] = y``, and functions
+called with ``inplace = True``. They are found again in the joint graph by the user's line and the operator's name, in
+their sequence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from roamc.compat import OpOverload
+from roamc.graph.memory import WROTE_OVER
+from roamc.operators import ops
+from roamc.operators.schemas import name_of
+
+Line = tuple[str, int]
+"""File and number of the user's line."""
+
+_FILE = re.compile(r"^\s*#.*\bFile: (.*?):(\d+)(?: in [^,]*)?, code:")
+_ASSIGNED = re.compile(r"^\s*\w+(?:\.\w+)* (\+|-|\*\*|\*|//|/|%|&|\||\^|@|<<|>>)= ")
+_PART = re.compile(r"^\s*\w+\[.*?\] = ")
+_METHOD = re.compile(r"= [\w.]*?\.(?!_)(\w*?[a-z0-9])_\(")
+_FUNCTION = re.compile(r"= [\w.]*?\.(\w+)\(.*\binplace = True")
+
+_NAMES = {
+    **{"+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floor_divide", "%": "remainder", "**": "pow"},
+    **{"&": "bitwise_and", "|": "bitwise_or", "^": "bitwise_xor", "@": "matmul", "<<": "lshift", ">>": "rshift"},
+}
+_PARTS_WRITTEN = ("copy", "index_put", "fill", "masked_fill")
+"""Operators that ``x[...] = y`` becomes."""
+
+_SCATTERS = ("slice_scatter", "select_scatter", "as_strided_scatter", "diagonal_scatter")
+
+
+def mark(joint: fx.Graph, dynamo: str) -> int:
+    """Set ``meta[WROTE_OVER]`` of forward's operators that stand for a write in place, as capture does.
+
+    Args:
+        joint: forward and backward, with stack traces and tags of phases.
+        dynamo: the text of dynamo's graph.
+
+    Returns:
+        How many writes of ``dynamo`` were not found in ``joint``.
+    """
+    waiting: dict[Line, deque[tuple[str, ...]]] = defaultdict(deque)
+    for line, operators in _writes(dynamo.split("\n")):
+        waiting[line].append(operators)
+    inside = False
+    for node in joint.nodes:
+        if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
+            continue
+        if node.target is torch.ops.aten.copy_.default:
+            node.meta[WROTE_OVER] = True
+            continue
+        due = waiting.get(_line(node))
+        if due and _stem(node) in due[0]:
+            due.popleft()
+            inside = True
+        elif inside and not (_stem(node) in _SCATTERS or _views_a_scatter(node)):
+            inside = False
+        if inside:
+            node.meta[WROTE_OVER] = True
+    return sum(map(len, waiting.values()))
+
+
+def _writes(lines: Sequence[str]) -> Iterator[tuple[Line, tuple[str, ...]]]:
+    """(the user's line, names of the operators that it may become) of every write."""
+    line: Line = "", 0
+    for text in lines:
+        if place := _FILE.match(text):
+            line = place[1], int(place[2])
+        elif assigned := _ASSIGNED.match(text):
+            yield line, (_NAMES[assigned[1]],)
+        elif _PART.match(text):
+            yield line, _PARTS_WRITTEN
+        elif call := _METHOD.search(text) or _FUNCTION.search(text):
+            yield line, (call[1],)
+
+
+def _line(node: fx.Node) -> Line:
+    found = re.match(r'\s*File "(.*)", line (\d+), in ', node.meta.get("stack_trace", ""))
+    return (found[1], int(found[2])) if found else ("", 0)
+
+
+def _stem(node: fx.Node) -> str:
+    return name_of(node.target).split(".")[1] if isinstance(node.target, OpOverload) else ""
+
+
+def _views_a_scatter(node: fx.Node) -> bool:
+    first = node.args[0] if node.args else None
+    while isinstance(first, fx.Node) and ops.is_view(first.target):
+        first = first.args[0]
+    return ops.is_view(node.target) and isinstance(first, fx.Node) and _stem(first) in _SCATTERS
