@@ -43,11 +43,11 @@ def number(joint: fx.GraphModule, outputs: int, mode: compat.FakeTensorMode) -> 
         Whether every operator of backward that reads a gradient was found in the trace.
     """
     nodes = list(joint.graph.nodes)
-    forward = [node for node in nodes if node.meta.get("partitioner_tag") == "is_forward"]
-    backward = [node for node in nodes if node.meta.get("partitioner_tag") == "is_backward"]
     inputs = [node for node in nodes if node.op == "placeholder"]
     results = nodes[-1].args[0]
+    forward, between = _forward(nodes, results[:outputs])
     calls: dict[fx.Node, fx.Node] = {}  # operator of forward to what stands for it in the trace
+    ends: list[fx.Node] = []
 
     def step(*values: torch.Tensor) -> list[Any]:
         trained = {node for node, result in zip(inputs, results[outputs:], strict=False) if result is not None}
@@ -64,17 +64,39 @@ def number(joint: fx.GraphModule, outputs: int, mode: compat.FakeTensorMode) -> 
         pairs = [(value, next(tangents, None)) for value in returned if value.requires_grad]
         if not pairs or any(tangent is None or tangent.shape != value.shape for value, tangent in pairs):
             return []
-        ends, given_in = zip(*pairs, strict=True)
-        for end in ends:
-            compat.number_backward(end)
-        return list(torch.autograd.grad(ends, [env[node] for node in trained], given_in, allow_unused=True))
+        values, gradients = zip(*pairs, strict=True)
+        for value in values:
+            compat.number_backward(value)
+        ends.append(next(iter(reversed(compat.graph_so_far().nodes))))
+        return list(torch.autograd.grad(values, [env[node] for node in trained], gradients, allow_unused=True))
 
-    traced = compat.trace(step, [node.meta["val"] for node in inputs], mode)
+    traced = list(compat.trace(step, [node.meta["val"] for node in inputs], mode).graph.nodes)
     for node, call in calls.items():
         if CALL in call.meta:
             node.meta[CALL] = call.meta[CALL]
-    last = max((list(traced.graph.nodes).index(call) for call in calls.values()), default=0)
-    return _matched(backward, list(traced.graph.nodes)[last + 1 :])
+    if not ends:
+        return False
+    begun = traced.index(ends[0]) + 1
+    saved = traced[max(map(traced.index, calls.values()), default=0) + 1 : begun]
+    for node in between:
+        early = any(_is_like(node, other) for other in saved)
+        node.meta["partitioner_tag"] = "is_forward" if early else "is_backward"
+    backward = [node for node in nodes if node.meta.get("partitioner_tag") == "is_backward"]
+    return _matched(backward, traced[begun:])
+
+
+def _forward(nodes: Sequence[fx.Node], results: Sequence[Any]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Operators up to the last that a result of forward needs, and those behind it that read no tangent.
+
+    The latter are what the last operator saves, or the first of backward that read only what forward has saved.
+    """
+    early = [node for node in nodes if node.meta.get("partitioner_tag") == "is_forward"]
+    needed = {node for node in results if isinstance(node, fx.Node)}
+    for node in reversed(early):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    last = max((at for at, node in enumerate(early) if node in needed), default=-1)
+    return early[: last + 1], early[last + 1 :]
 
 
 def _run(joint: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:

@@ -68,11 +68,11 @@ def read(target: str) -> tuple[Dump, ...]:
     """
     path = Path(target)
     if not path.is_dir():
-        return _ranked(_of_file(path))
+        return _ranked(of_file(path))
     logs = sorted(each for each in path.rglob("*") if each.is_file() and each.name.endswith((".log", ".log.gz")))
     if not logs:
         raise DumpError(f"{path}: no log is in the folder. TORCH_TRACE={path} python train.py writes one there")
-    return _ranked([dump for each in _of_one_rank(logs) for dump in _of_file(each)])
+    return _ranked([dump for each in _of_one_rank(logs) for dump in of_file(each)])
 
 
 def _of_one_rank(logs: Sequence[Path]) -> Sequence[Path]:
@@ -86,7 +86,7 @@ def _ranked(dumps: Sequence[Dump]) -> tuple[Dump, ...]:
     return tuple(sorted(dumps, key=lambda dump: -dump.statements))
 
 
-def _of_file(path: Path) -> list[Dump]:
+def of_file(path: Path) -> list[Dump]:
     content = trace_log.text_of(path)
     if not content.strip():
         raise DumpError(f"{path}: the file is empty")

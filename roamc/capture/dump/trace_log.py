@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ class Piece:
     decomposed: bool = False
 
     @property
+    def has_graph(self) -> bool:
+        """Whether the log has a graph of AOTAutograd for it."""
+        return bool(self.texts.keys() - {"dynamo_output_graph"})
+
+    @property
     def dynamo(self) -> str:
         """The text of dynamo's graph; "" if the log has none."""
         return self.texts.get("dynamo_output_graph", ("", 0))[0]
@@ -84,15 +89,19 @@ def read(path: Path) -> tuple[Piece, ...]:
         DumpError: the file cannot be read, is too long, or has no graph.
     """
     pieces: dict[str, Piece] = {}
+    earlier: list[Piece] = []
     for line, head, payload in _entries(_lines(path), path):
         if "frame_id" in head and "frame_compile_id" in head:
             frame = f"{head['frame_id']}/{head['frame_compile_id']}"
             piece = pieces.setdefault(frame, Piece(frame))
             if "dynamo_start" in head:
-                pieces[frame] = Piece(frame)  # another attempt
+                if piece.has_graph and not head.get("attempt"):  # dynamo was reset, and counts from 0 again
+                    number = sum(other.frame.startswith(f"{frame}.") for other in earlier)
+                    earlier.append(replace(piece, frame=f"{frame}.{number}"))
+                pieces[frame] = Piece(frame)
             else:
                 _note(piece, line, head, payload)
-    found_pieces = tuple(piece for piece in pieces.values() if piece.texts.keys() - {"dynamo_output_graph"})
+    found_pieces = tuple(piece for piece in (*earlier, *pieces.values()) if piece.has_graph)
     if not found_pieces:
         which = "only dynamo's graphs, which have no backward" if pieces else "no graph"
         raise DumpError(

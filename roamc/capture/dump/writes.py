@@ -35,6 +35,9 @@ _NAMES = {
 _PARTS_WRITTEN = ("copy", "index_put", "fill", "masked_fill")
 """Operators that ``x[...] = y`` becomes."""
 
+DROPOUT = ("bernoulli", "div", "mul")
+"""What a dropout in place becomes, one write after the other."""
+
 _SCATTERS = ("slice_scatter", "select_scatter", "as_strided_scatter", "diagonal_scatter")
 
 
@@ -80,7 +83,7 @@ def _writes(lines: Sequence[str]) -> Iterator[tuple[Line, tuple[str, ...]]]:
         elif _PART.match(text):
             yield line, _PARTS_WRITTEN
         elif call := _METHOD.search(text) or _FUNCTION.search(text):
-            yield line, (call[1],)
+            yield from ((line, (name,)) for name in (DROPOUT if "dropout" in call[1] else (call[1],)))
 
 
 def _line(node: fx.Node) -> Line:

@@ -1,0 +1,46 @@
+"""A log of torch.compile with roamc gives the plans that roamc made in the process that wrote it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from roamc.capture.dump import graphs
+from roamc.options import parse_options
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from tests.capture.dump.logged import OWN
+from tests.models import MODELS
+
+Pair = tuple[str, str, Plan, str]
+"""Name of a model, the plan made live as JSON, the plan from its log, and the notes of its graph."""
+
+
+def logged(folder: Path, names: Sequence[str], budget: str = "none") -> list[Pair]:
+    """Plan models by torch.compile in another process, and again from its log."""
+    out = folder / "plans.json"
+    command = (sys.executable, "-m", "tests.capture.dump.logged", str(out), budget, *names)
+    environment = {**os.environ, "TORCH_TRACE": str(folder), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
+    (log,) = folder.glob("*.log")
+    live = [(name, plan) for name, plans in json.loads(out.read_text("utf-8")) for plan in plans]
+    dumps = graphs.of_file(log)
+    assert len(dumps) == len(live)
+    options = parse_options({"memory_budget": budget} if budget != "none" else {})
+    pairs = []
+    for (name, text), dump in zip(live, dumps, strict=True):
+        graph = graphs.train_graph(dump, json.loads(text)["name"], {})
+        pairs.append((name, text, search.run(graph, options).plan, "; ".join(graph.notes)))
+    return pairs
+
+
+@pytest.mark.parametrize("name", [*OWN, *MODELS])
+def test_a_log_gives_the_plan_that_was_made_live(name: str, tmp_path: Path) -> None:
+    for _, live, plan, notes in logged(tmp_path, [name]):
+        assert (plan.to_json(), notes) == (live, "")
