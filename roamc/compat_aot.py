@@ -483,6 +483,4 @@ def partition(
 
     inputs = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
     with tracing(TracingContext(mode)):
-        return default_partition(
-            joint, inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static)
-        )
+        return default_partition(joint, inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static))

@@ -18,9 +18,10 @@ from roamc.gpus import GPUS
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="NAME|FILE.py:FUNCTION|CONFIG|PLAN.json",
+        metavar="NAME|FILE.py:FUNCTION|CONFIG|LOG|PLAN.json",
         help="A built-in model (see roamc models), a function that returns (model, inputs[, loss_fn[, optimizer]]), or "
-        "a transformers configuration: a folder with config.json, or a .json file; or the file of a saved plan.",
+        "a transformers configuration: a folder with config.json, or a .json file; or a log of TORCH_TRACE, its folder, or a printed graph; or the "
+        "file of a saved plan.",
     ),
 ]
 Batch = Annotated[int | None, typer.Option("--batch", help="Batch size.")]
@@ -53,8 +54,13 @@ Sets = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A setting of the model, argument of the function or field of the configuration; repeatable.",
+        help="A setting of the model, argument of the function or field of the configuration; of a log, the value of "
+        "a symbolic size; repeatable.",
     ),
+]
+Piece = Annotated[
+    str | None,
+    typer.Option("--piece", metavar="2/0", help="Which graph of a log or printed text; by default the largest."),
 ]
 Optimizer = Annotated[
     str | None,
@@ -151,6 +157,7 @@ class Request:
         sizes: sizes of the model, and other settings with options of their own, by name; None for the default.
         sets: further settings of the model or arguments of the function, each as ``key=value``; with the optimizer
             "compact" its :data:`roamc.cli.words.COMPACT` as well.
+        piece: which graph of a file, as ``2/0``; None for the largest.
         optimizer: name of the optimizer where the target brings none; None for AdamW there, ``"none"`` to leave the
             update of a loss out.
         forward_backward: whether to leave the update out.
@@ -172,6 +179,7 @@ class Request:
     target: str
     sizes: Mapping[str, int | str | float | bool | None] = field(default_factory=dict)
     sets: tuple[str, ...] = ()
+    piece: str | None = None
     optimizer: str | None = None
     forward_backward: bool = False
     meta: bool = False
@@ -207,7 +215,7 @@ class Asked:
 def _asked(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
     heads: Heads = None, vocab: Vocab = None, dtype: Dtype = None, task: Task = None, lora: Lora = None,
-    sets: Sets = None, optimizer: Optimizer = None, forward_backward: Halves = False, meta: Meta = False,
+    sets: Sets = None, piece: Piece = None, optimizer: Optimizer = None, forward_backward: Halves = False, meta: Meta = False,
     clip_grad_norm: Clip = None, memory_budget: Limit = None, option: Others = None,
     device: Device = None, gpu: Gpu = None, profile: Profile = None, mesh: Ranks = None,
     tp_plan: TpPlan = None, stage: StageNumber = None,
@@ -217,6 +225,7 @@ def _asked(
         sizes={"batch": batch, "seq": seq, "layers": layers, "width": width, "heads": heads, "vocab": vocab}
         | {"dtype": dtype, "task": task, "lora": lora},
         sets=tuple(sets or ()),
+        piece=piece,
         optimizer=optimizer,
         forward_backward=forward_backward,
         meta=meta,

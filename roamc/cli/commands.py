@@ -116,7 +116,7 @@ def plan(
         if (saved := saved_plan(asked)) is not None:
             _tell(saved, asked.request.target, as_json)
             return
-        check_words(asked.request, budgets)
+        check_words(asked)
         number = None if asked.stage == ALL else _stage_number(asked.stage, f", or {ALL}")
         budget = budgets[0] if len(budgets) == 1 else None
         request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
@@ -179,7 +179,7 @@ def explain(
         if (saved := saved_plan(asked)) is not None:
             _tell(saved, asked.request.target, as_json, top)
             return
-        check_words(asked.request, asked.budgets)
+        check_words(asked)
         if source and graph:
             raise OptionError("--source and --graph print one text each: give one of them")
         if kernels and (source or graph):
@@ -247,7 +247,7 @@ def largest_size(
             raise OptionError(
                 f"{asked.request.target} is a saved plan of one size, and max-batch plans several: give it the model"
             )
-        check_words(asked.request, asked.budgets)
+        check_words(asked)
         if len(asked.budgets) > 1:
             raise OptionError("max-batch takes one --memory-budget")
         if asked.request.sizes.get(size) is not None:

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from roamc import ticker
 from roamc.budget import parse_budget
+from roamc.capture.dump.recognise import is_dump
 from roamc.capture.moved import device_of
-from roamc.cli import configs, zoo
+from roamc.cli import configs, dumps, zoo
 from roamc.cli.asked import Request
 from roamc.cli.models import MODELS, is_function, is_path, settings_of
 from roamc.cli.stages import StagePlan
@@ -224,6 +225,10 @@ def _explained(
 
 
 def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple[TrainGraph, Seconds]:
+    if is_dump(request.target):
+        start = time.perf_counter()
+        graph = devices.noted(dumps.graph_in(request), options, dumps.device_in(request))
+        return graph, time.perf_counter() - start
     with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
         workload = on_mesh(workload_of(request), mesh)
     say(f"capturing {workload.name}")
@@ -267,8 +272,8 @@ def _planned(
 def _smaller(request: Request, options: Options) -> str:
     """The command that looks for the largest batch with the same options, behind a colon; "" where none is known to."""
     sized = request.sizes.get("batch") is not None or any(text.startswith("batch=") for text in request.sets)
-    limits = limits_batch(options)
-    if not request.words or not (limits or options.gpu) or (is_function(request.target) and not sized):
+    limits, function = limits_batch(options), is_function(request.target)
+    if is_dump(request.target) or not request.words or not (limits or options.gpu) or (function and not sized):
         return ""
     stage = () if request.stage is None else ("--stage", str(request.stage))
     budget = ("--memory-budget", request.memory_budget) if limits and request.memory_budget else ()
@@ -319,6 +324,7 @@ def options_of(request: Request) -> Options:
     """Return roamc's options for ``request``, its memory budget and device profile among them.
 
     Raises:
+        DumpError: the target is a file without a graph that can be read.
         OptionError: an option, the device or the limit of clipping is unknown or out of range, or the profile is not
             one of the device.
         ProfileError: there is no such profile.
@@ -330,7 +336,8 @@ def options_of(request: Request) -> Options:
         raise OptionError(f"--clip-grad-norm is part of the update, which {left_out} leaves out")
     if request.forward_backward and request.optimizer is not None:
         raise OptionError("--optimizer names the update, which --forward-backward leaves out")
-    return devices.options_for(options_in(request), device_of(request.device))
+    device = dumps.device_in(request) if is_dump(request.target) else device_of(request.device)
+    return devices.options_for(options_in(request), device)
 
 
 def workload_of(request: Request) -> Workload:

@@ -5,13 +5,14 @@ No torch in here: an error of usage is answered at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from re import fullmatch
 from typing import Any
 
 from roamc.budget import parse_budget
-from roamc.cli.asked import Request
+from roamc.capture.dump.recognise import is_dump
+from roamc.cli.asked import Asked, Request
 from roamc.cli.models import MODELS, check_task, checked, is_function, is_path
 from roamc.errors import OptionError, nearest
 from roamc.gpus import gpu_of
@@ -35,19 +36,23 @@ NEED_TORCH = ("profile", "gpu")
 """Options of which torch is needed to say whether they are right."""
 
 
-def check_words(request: Request, budgets: Iterable[str]) -> None:
+WITHOUT_MODEL = frozenset(
+    {"target", "sets", "piece", "memory_budget", "option", "device", "gpu", "profile", "as_json", "debug", "save"}
+    | {"top", "by", "source", "kernels", "graph", "html", "curve"}
+)
+"""Parameters of the commands that do not need the model of a graph."""
+
+
+def check_words(asked: Asked) -> None:
     """Refuse names of models, settings, optimizers, devices and options that there are not, and wrong budgets.
 
     What takes torch to know, such as names of passes, and files are checked later.
 
-    Args:
-        request: what is asked for, without a budget.
-        budgets: each budget.
-
     Raises:
-        OptionError: names the nearest.
+        OptionError: names the nearest; or the target is a file with graphs, and an option needs their model.
     """
-    for budget in budgets:
+    request = asked.request
+    for budget in asked.budgets:
         parse_budget(budget)
     check_device(request.device, "--device")
     if request.gpu is not None:
@@ -56,6 +61,13 @@ def check_words(request: Request, budgets: Iterable[str]) -> None:
             raise OptionError(f"--gpu {request.gpu} plans for a GPU, and --device cpu for a CPU: leave one of them out")
     check_optimizer(request.optimizer)
     parse_options({name: value for name, value in options_in(request).items() if name not in NEED_TORCH})
+    if is_dump(request.target):
+        needing = next((option for name, option in asked.given.items() if name not in WITHOUT_MODEL), None)
+        if needing is not None:
+            raise OptionError(f"{request.target} has the graph of a step without its model, which {needing} needs")
+        return
+    if request.piece is not None:
+        raise OptionError(f"--piece names a graph of a log or printed text, and {request.target} is none")
     if request.target in MODELS or not (is_function(request.target) or is_path(request.target)):
         checked(request.target, settings_in(request))
     elif not is_function(request.target):

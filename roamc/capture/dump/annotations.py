@@ -76,7 +76,7 @@ class Sizes:
             return int(text)
         missing = sorted(set(_SYMBOL.findall(text)) - self.values.keys())
         if missing:
-            advice = " ".join(f"--size {name}=N" for name in missing)
+            advice = " ".join(f"--set {name}=N" for name in missing)
             raise DumpError(f"{self.file}:{line}: the graph leaves a size open: give {advice}")
         try:
             value = self._value(ast.parse(text.strip(), mode="eval", filename="<size>").body)
@@ -127,7 +127,9 @@ def parsed(annotation: str | None, sizes: Sizes, line: int) -> TensorType | Numb
         return tuple(sizes.of(each, line) for each in re.split(r",(?![^()]*\))", part)) if part.strip() else ()
 
     shape, stride = numbers(found["shape"]), None if found["stride"] is None else numbers(found["stride"])
-    spans = [size - 1 for size in shape] if stride is None else [(s - 1) * t for s, t in zip(shape, stride, strict=False)]
+    spans = (
+        [size - 1 for size in shape] if stride is None else [(s - 1) * t for s, t in zip(shape, stride, strict=False)]
+    )
     wrong = stride is not None and len(stride) != len(shape)
     if wrong or min((*shape, *(stride or ())), default=0) < 0 or max(math.prod(shape), sum(spans)) > MOST_SIZE >> 4:
         raise DumpError(f"{sizes.file}:{line}: no tensor that can exist: {text[:60]!r}")

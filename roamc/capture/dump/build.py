@@ -72,10 +72,11 @@ class Builder:
     Args:
         sizes: values of symbolic sizes.
         file: its name, for messages.
+        device: of all tensors; None for those that the file says.
     """
 
-    def __init__(self, sizes: Sizes, file: str) -> None:
-        self.sizes, self.file = sizes, file
+    def __init__(self, sizes: Sizes, file: str, device: torch.device | None = None) -> None:
+        self.sizes, self.file, self.device = sizes, file, device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
         self.findings = Findings()
 
@@ -108,7 +109,7 @@ class _Graph:
         self.sizes, self.mode, self.findings, self.file = builder.sizes, builder.mode, builder.findings, builder.file
         self.graph, self.root = fx.Graph(), nn.Module()
         self.env: dict[str, Any] = {}
-        self.device = _device_of_constants(text)
+        self.moved, self.own = builder.device, device_of(text)
         self.first: dict[object, torch.Tensor] = {}
         self.line = text.line
 
@@ -206,7 +207,9 @@ class _Graph:
         """A tensor of the graph, whose value is not in the file; one without an annotation is a number in float32."""
         name = "".join(letter if letter.isalnum() else "_" for letter in path.removeprefix("self."))
         value = self.tensor(said if isinstance(said, TensorType) else TensorType("f32", (), ()))
-        self.root.register_buffer(name, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
+        self.root.register_buffer(
+            name, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        )
         self.findings.constants.append(name)
         node = self.graph.get_attr(name)
         node.meta["val"] = value
@@ -218,7 +221,12 @@ class _Graph:
             self.fail(f"unknown operator {call.path[:80]!r}; roamc plans those of ATen, prims and _c10d_functional")
         args, kwargs = self.low(tuple(call.args)), self.low(dict(call.kwargs))
         fakes, named = (fx.map_arg(each, lambda node: node.meta["val"]) for each in (args, kwargs))
-        if target.namespace == "aten" and target._opname in ("sym_size", "sym_numel", "sym_stride", "sym_storage_offset"):
+        if target.namespace == "aten" and target._opname in (
+            "sym_size",
+            "sym_numel",
+            "sym_stride",
+            "sym_storage_offset",
+        ):
             return self._derived(target, fakes, named)
         self._check_results(target, fakes, named)
         node = self.graph.call_function(target, args, kwargs)
@@ -243,7 +251,9 @@ class _Graph:
         size = max(1, numbers[0]) if numbers and target._opname in ("split", "unsafe_split") else 1
         most = -(-longest // size) if target._opname in ("split", "unsafe_split", "unbind") else max(numbers, default=0)
         if most > MOST_RESULTS:
-            self.fail(f"{target} may give {most} results; roamc reads graphs with at most {MOST_RESULTS} of one operator")
+            self.fail(
+                f"{target} may give {most} results; roamc reads graphs with at most {MOST_RESULTS} of one operator"
+            )
 
     def low(self, value: Value) -> Any:
         """What a value of the text is in the graph."""
@@ -273,8 +283,12 @@ class _Graph:
         return value
 
     def _device(self, type: object = "cpu", index: object = None) -> torch.device:
+        if self.moved is not None:
+            return self.moved
         kind = type if isinstance(type, str) and type in ("cpu", "cuda", "meta") else "cpu"
-        return torch.device(kind, index if isinstance(index, int) and 0 <= index < 1024 else (0 if kind == "cuda" else None))
+        return torch.device(
+            kind, index if isinstance(index, int) and 0 <= index < 1024 else (0 if kind == "cuda" else None)
+        )
 
     def finish(self, node: fx.Node, statement: Statement, said: TensorType | Number | None) -> None:
         if statement.name:
@@ -319,7 +333,7 @@ class _Graph:
             self.findings.dense += 1
             stride = tuple(math.prod(max(1, size) for size in said.shape[at + 1 :]) for at in range(len(said.shape)))
         self.findings.devices |= said.device is not None
-        device = self._device(*_parts(said.device)) if said.device else self.device
+        device = self._device(*_parts(said.device)) if said.device else self.moved or self.own
         with self.mode:
             return torch.empty_strided(said.shape, stride, dtype=dtype, device=device)
 
@@ -329,8 +343,8 @@ def _parts(device: str) -> tuple[str, int | None]:
     return kind, int(index) if index else None
 
 
-def _device_of_constants(text: GraphText) -> torch.device:
-    """The device that a graph names, in its annotations or calls: for tensors of which the file says none."""
+def device_of(text: GraphText) -> torch.device:
+    """Return the device that a graph names, in annotations of inputs or in calls; the CPU if it names none."""
     kinds = {"cuda" for each in text.inputs if each.annotation and "cuda" in each.annotation}
     for statement in text.statements:
         call = statement.value

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import fx
 
 from roamc import compat_aot
 from roamc.capture import joint
 from roamc.capture.dump import calls, phases, prefixes, text, trace_log, writes
 from roamc.capture.dump.annotations import Sizes
-from roamc.capture.dump.build import Builder
+from roamc.capture.dump.build import Builder, device_of
 from roamc.capture.dump.text import GraphText
 from roamc.errors import DumpError
 from roamc.graph import Port, TrainGraph
@@ -50,14 +51,6 @@ class Dump:
     def statements(self) -> int:
         """Operators in all."""
         return sum(len(each.statements) for each in (self.joint, self.forward, self.backward) if each is not None)
-
-
-def is_dump(target: str) -> bool:
-    """Whether a target of the command line is a file or folder that may have graphs: of no model, plan or program."""
-    path = Path(target)
-    if path.is_dir():
-        return not (path / "config.json").exists()
-    return path.is_file() and path.suffix not in (".json", ".py") or target.endswith("fx_graph_readable.py")
 
 
 def read(target: str) -> tuple[Dump, ...]:
@@ -134,6 +127,9 @@ def _of_text(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
     return [Dump(path, number, each, notes=roles) for number, each in zip(numbers, first, strict=True)]
 
 
+MOVED = "the file is of a CPU: on a GPU torch may run other operators, such as another kernel of attention"
+"""Note on a graph that is planned for another device."""
+
 HALVES = (
     "the file has forward and backward as a backend has cut them, min-cut in most: a joint graph says more. "
     "TORCH_LOGS=aot_joint_graph prints it"
@@ -147,19 +143,28 @@ def _in_halves(dump: Dump, forward: GraphText | None, backward: GraphText | None
     return replace(dump, forward=forward, backward=backward, notes=(*dump.notes, HALVES))
 
 
-def train_graph(dump: Dump, name: str, sizes: Mapping[str, int]) -> TrainGraph:
+def device_in(dump: Dump) -> torch.device:
+    """Return the device of a graph: the GPU that its annotations or constants name, else the CPU."""
+    texts = [each for each in (dump.joint, dump.forward, dump.backward) if each is not None]
+    return next((device for device in map(device_of, texts) if device.type == "cuda"), torch.device("cpu"))
+
+
+def train_graph(dump: Dump, name: str, sizes: Mapping[str, int], device: torch.device | None = None) -> TrainGraph:
     """Return the graph of a step for planning: what :func:`roamc.capture.joint.stitch` gives for a captured one.
 
     Args:
         dump: a graph of a file.
         name: of the graph, for reports.
         sizes: values of symbolic sizes, such as ``{"s0": 32}``.
+        device: a GPU to plan for where the file is of a CPU; None for the file's own.
 
     Raises:
         DumpError: the graph names what is not known, or contradicts itself.
         CaptureError: an operator of the graph cannot be planned.
     """
-    builder = Builder(Sizes(sizes, str(dump.path)), str(dump.path))
+    moved = device is not None and device.type == "cuda" and device_in(dump).type == "cpu"
+    builder = Builder(Sizes(sizes, str(dump.path)), str(dump.path), device if moved else None)
+    notes = (*dump.notes, *((MOVED,) if moved else ()))
     shared = {position: storage for position, (_, storage) in enumerate(dump.inputs) if storage is not None}
     static = dump.static or ()
     if dump.joint is not None and not dump.joint.has_tangents:
@@ -175,7 +180,7 @@ def train_graph(dump: Dump, name: str, sizes: Mapping[str, int]) -> TrainGraph:
     else:
         forward, backward, outputs = _halves(builder, dump, shared)
         graph = joint.stitch(forward, backward, outputs, static, name)
-    return graph.replace(inputs=_named(dump, graph), notes=(*graph.notes, *dump.notes, *builder.findings.notes()))
+    return graph.replace(inputs=_named(dump, graph), notes=(*graph.notes, *notes, *builder.findings.notes()))
 
 
 def _named(dump: Dump, graph: TrainGraph) -> tuple[Port, ...]:
@@ -193,9 +198,7 @@ def _forward_results(dump: Dump, whole: GraphText) -> int:
     return len(whole.results) - len(primals)
 
 
-def _halves(
-    builder: Builder, dump: Dump, shared: Mapping[int, object]
-) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+def _halves(builder: Builder, dump: Dump, shared: Mapping[int, object]) -> tuple[fx.GraphModule, fx.GraphModule, int]:
     """Both halves, built in one fake mode: what backward reads are forward's own tensors; and forward's outputs."""
     assert dump.forward is not None
     assert dump.backward is not None

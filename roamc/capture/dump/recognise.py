@@ -1,0 +1,16 @@
+"""Which targets of the command line are files with graphs. No torch in here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PRINTED = "fx_graph_readable.py"
+"""Name that torch gives a printed graph; any other ``.py`` is a program of the user's."""
+
+
+def is_dump(target: str) -> bool:
+    """Whether ``target`` is a file or folder that may have graphs: not of a model, a plan or a program."""
+    path = Path(target)
+    if path.is_dir():
+        return not (path / "config.json").exists()
+    return path.is_file() and (path.suffix not in (".json", ".py") or path.name == PRINTED)
