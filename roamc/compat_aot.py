@@ -441,7 +441,7 @@ def described(comment: str) -> Any:
     """
     from torch._functorch._aot_autograd import descriptors
 
-    known_classes = {
+    classes: dict[str, Any] = {
         name: each
         for name, each in vars(descriptors).items()
         if dataclasses.is_dataclass(each) and name.endswith(("AOTInput", "AOTOutput"))
@@ -451,8 +451,8 @@ def described(comment: str) -> Any:
         match node:
             case ast.Constant(value=constant):
                 return constant
-            case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if name in known_classes:
-                return known_classes[name](**{each.arg: value(each.value) for each in keywords if each.arg})
+            case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if name in classes:
+                return classes[name](**{each.arg: value(each.value) for each in keywords if each.arg})
         raise ValueError
 
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,17 @@ def ordered_strides(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return the strides that ATen's ``TensorIterator`` gives the result of ``operands``, which must have one shape."""
     strides: tuple[int, ...] = compute_elementwise_output_strides(*operands)
     return strides
+
+
+def schema_names() -> Iterator[tuple[str, str, str]]:
+    """Yield namespace, name and overload of every operator with a schema; "default" for an overload without a name.
+
+    Inductor's own are among them, which torch registers when they are imported.
+    """
+    importlib.import_module("torch._inductor.inductor_prims")
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        yield namespace, name, schema.overload_name or "default"
 
 
 _TABLES = threading.local()

@@ -20,8 +20,8 @@ Target = Annotated[
     typer.Argument(
         metavar="NAME|FILE.py:FUNCTION|CONFIG|LOG|PLAN.json",
         help="A built-in model (see roamc models), a function that returns (model, inputs[, loss_fn[, optimizer]]), or "
-        "a transformers configuration: a folder with config.json, or a .json file; or a log of TORCH_TRACE, its folder, or a printed graph; or the "
-        "file of a saved plan.",
+        "a transformers configuration: a folder with config.json, or a .json file; or a log of "
+        "TORCH_TRACE, its folder, or a printed graph; or the file of a saved plan.",
     ),
 ]
 Batch = Annotated[int | None, typer.Option("--batch", help="Batch size.")]
@@ -215,8 +215,8 @@ class Asked:
 def _asked(
     target: Target, batch: Batch = None, seq: Seq = None, layers: Layers = None, width: Width = None,
     heads: Heads = None, vocab: Vocab = None, dtype: Dtype = None, task: Task = None, lora: Lora = None,
-    sets: Sets = None, piece: Piece = None, optimizer: Optimizer = None, forward_backward: Halves = False, meta: Meta = False,
-    clip_grad_norm: Clip = None, memory_budget: Limit = None, option: Others = None,
+    sets: Sets = None, piece: Piece = None, optimizer: Optimizer = None, forward_backward: Halves = False,
+    meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None, option: Others = None,
     device: Device = None, gpu: Gpu = None, profile: Profile = None, mesh: Ranks = None,
     tp_plan: TpPlan = None, stage: StageNumber = None,
 ) -> Asked:  # fmt: skip

@@ -44,7 +44,7 @@ _FUNCTIONS: Mapping[str, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class TensorType:
-    """dtype as torch prints it, such as "bf16", and the geometry; strides and device are None where they are not said."""
+    """A dtype as torch prints it, such as "bf16", and the geometry; strides and device are None where not said."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -119,18 +119,16 @@ def parsed(annotation: str | None, sizes: Sizes, line: int) -> TensorType | Numb
     text = annotation.strip()
     if text.startswith("Sym(") and text.endswith(")"):
         return Number(sizes.of(text[4:-1], line))
-    found = _ANNOTATION.match(text)
-    if found is None:
+    match = _ANNOTATION.match(text)
+    if match is None:
         return None
 
     def numbers(part: str) -> tuple[int, ...]:
         return tuple(sizes.of(each, line) for each in re.split(r",(?![^()]*\))", part)) if part.strip() else ()
 
-    shape, stride = numbers(found["shape"]), None if found["stride"] is None else numbers(found["stride"])
-    spans = (
-        [size - 1 for size in shape] if stride is None else [(s - 1) * t for s, t in zip(shape, stride, strict=False)]
-    )
+    shape, stride = numbers(match["shape"]), None if match["stride"] is None else numbers(match["stride"])
+    spans = [(size - 1) * step for size, step in zip(shape, stride or (), strict=False)]
     wrong = stride is not None and len(stride) != len(shape)
     if wrong or min((*shape, *(stride or ())), default=0) < 0 or max(math.prod(shape), sum(spans)) > MOST_SIZE >> 4:
         raise DumpError(f"{sizes.file}:{line}: no tensor that can exist: {text[:60]!r}")
-    return TensorType(found["dtype"], shape, stride, found["device"])
+    return TensorType(match["dtype"], shape, stride, match["device"])

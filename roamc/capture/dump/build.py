@@ -193,13 +193,13 @@ class _Graph:
             self.fail(f"{path}: {error}")
 
     def pick(self, source: str, index: int) -> Any:
-        made = self.low(Name(source))
-        results = made.meta["val"] if isinstance(made, fx.Node) else None
+        several = self.low(Name(source))
+        results = several.meta["val"] if isinstance(several, fx.Node) else None
         if not isinstance(results, tuple | list) or not -len(results) <= index < len(results):
             self.fail(f"{source} has no result {index}")
         if not isinstance(results[index], torch.Tensor):
             return results[index]
-        node = self.graph.call_function(operator.getitem, (made, index))
+        node = self.graph.call_function(operator.getitem, (several, index))
         node.meta["val"] = results[index]
         return node
 
@@ -286,9 +286,8 @@ class _Graph:
         if self.moved is not None:
             return self.moved
         kind = type if isinstance(type, str) and type in ("cpu", "cuda", "meta") else "cpu"
-        return torch.device(
-            kind, index if isinstance(index, int) and 0 <= index < 1024 else (0 if kind == "cuda" else None)
-        )
+        number = index if isinstance(index, int) and 0 <= index < 1024 else 0
+        return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 
     def finish(self, node: fx.Node, statement: Statement, said: TensorType | Number | None) -> None:
         if statement.name:

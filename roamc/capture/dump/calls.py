@@ -31,13 +31,12 @@ FAR = 16
 """Operators of the trace that are skipped at most to find the next one of the text."""
 
 
-def number(joint: fx.GraphModule, outputs: int, mode: compat.FakeTensorMode) -> bool:
+def number(joint: fx.GraphModule, outputs: int) -> bool:
     """Set :data:`CALL` of operators, and :data:`SUM_OF_GRADIENTS` of sums that autograd makes of two gradients.
 
     Args:
         joint: forward and backward, with the tags of :mod:`roamc.capture.dump.phases`.
         outputs: how many of its results are forward's.
-        mode: of its fake tensors.
 
     Returns:
         Whether every operator of backward that reads a gradient was found in the trace.
@@ -57,7 +56,7 @@ def number(joint: fx.GraphModule, outputs: int, mode: compat.FakeTensorMode) -> 
         }
         with torch.enable_grad():
             for node in forward:
-                env[node] = _run(joint, node, env)
+                env[node] = _run(node, env)
                 calls[node] = next(iter(reversed(compat.graph_so_far().nodes)))
         tangents = iter([env[node] for node in inputs if node.name.startswith(TANGENTS)])
         returned = [env[node] for node in results[:outputs] if isinstance(node, fx.Node)]
@@ -70,7 +69,13 @@ def number(joint: fx.GraphModule, outputs: int, mode: compat.FakeTensorMode) -> 
         ends.append(next(iter(reversed(compat.graph_so_far().nodes))))
         return list(torch.autograd.grad(values, [env[node] for node in trained], gradients, allow_unused=True))
 
-    traced = list(compat.trace(step, [node.meta["val"] for node in inputs], mode).graph.nodes)
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+    with mode:  # on the CPU: autograd asks a GPU that need not be there for its streams
+        fakes = [_on_cpu(node.meta["val"]) for node in inputs]
+    try:
+        traced = list(compat.trace(step, fakes, mode).graph.nodes)
+    except RuntimeError:  # an operator without a derivative, or without a kernel for the CPU's tensors
+        return False
     for node, call in calls.items():
         if CALL in call.meta:
             node.meta[CALL] = call.meta[CALL]
@@ -79,7 +84,7 @@ def number(joint: fx.GraphModule, outputs: int, mode: compat.FakeTensorMode) -> 
     begun = traced.index(ends[0]) + 1
     saved = traced[max(map(traced.index, calls.values()), default=0) + 1 : begun]
     for node in between:
-        early = any(_is_like(node, other) for other in saved)
+        early = node.target is operator.getitem or any(_is_like(node, other) for other in saved)
         node.meta["partitioner_tag"] = "is_forward" if early else "is_backward"
     backward = [node for node in nodes if node.meta.get("partitioner_tag") == "is_backward"]
     return _matched(backward, traced[begun:])
@@ -99,11 +104,19 @@ def _forward(nodes: Sequence[fx.Node], results: Sequence[Any]) -> tuple[list[fx.
     return early[: last + 1], early[last + 1 :]
 
 
-def _run(joint: fx.GraphModule, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor like ``value`` on the CPU; call it under the fake mode that it is to belong to."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+
+def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     if node.op == "get_attr":
-        return node.meta["val"]
-    args, kwargs = (fx.map_arg(each, env.__getitem__) for each in (node.args, node.kwargs))
-    return DIFFERENTIABLE.get(node.target, node.target)(*args, **kwargs)
+        return _on_cpu(node.meta["val"])
+    args: Any = fx.map_arg(node.args, env.__getitem__)
+    kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
+    kwargs = {name: torch.device("cpu") if isinstance(each, torch.device) else each for name, each in kwargs.items()}
+    target: Any = node.target
+    return DIFFERENTIABLE.get(target, target)(*args, **kwargs)
 
 
 def _matched(backward: Sequence[fx.Node], traced: Sequence[fx.Node]) -> bool:

@@ -34,6 +34,7 @@ class Dump:
         static: positions of inputs that are parameters or buffers; None if the file does not say.
         inputs: for each input, the expression by which the user reaches it, and what names its storage.
         dynamo: text of dynamo's graph, which has the writes in place of the model; "" if the file has none.
+        decomposed: whether its operators are Inductor's, and not those that eager runs.
         notes: what the file lacks or has otherwise.
     """
 
@@ -45,6 +46,7 @@ class Dump:
     static: tuple[int, ...] | None = None
     inputs: tuple[tuple[str, int | None], ...] = ()
     dynamo: str = ""
+    decomposed: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -80,6 +82,11 @@ def _ranked(dumps: Sequence[Dump]) -> tuple[Dump, ...]:
 
 
 def of_file(path: Path) -> list[Dump]:
+    """Return the graphs of a file, in their sequence there.
+
+    Raises:
+        DumpError: there is none that can be read.
+    """
     content = trace_log.text_of(path)
     if not content.strip():
         raise DumpError(f"{path}: the file is empty")
@@ -91,13 +98,14 @@ def of_file(path: Path) -> list[Dump]:
 def _of_piece(path: Path, piece: trace_log.Piece) -> Dump:
     graphs = {key: _only(path, *said) for key, said in piece.texts.items() if key != "dynamo_output_graph"}
     whole = graphs.get("aot_joint_graph") or graphs.get("aot_inference_graph")
-    notes = ()
+    notes: tuple[str, ...] = ()
     if piece.decomposed:
         notes = (
-            "the log is Inductor's, whose graph is of decomposed operators: \"eager's peak\" is that of these operators "
-            'in order; backend="aot_eager" logs those that eager runs',
+            "the log is Inductor's, whose graph is of decomposed operators: eager's peak is that of these operators in "
+            'order; backend="aot_eager" logs those that eager runs',
         )
     dump = Dump(path, piece.frame, whole, static=piece.static, inputs=piece.inputs(), dynamo=piece.dynamo, notes=notes)
+    dump = replace(dump, decomposed=piece.decomposed)
     if whole is not None:
         return dump
     return _in_halves(dump, graphs.get("aot_forward_graph"), graphs.get("aot_backward_graph"))
@@ -173,14 +181,27 @@ def train_graph(dump: Dump, name: str, sizes: Mapping[str, int], device: torch.d
         module = builder.module(dump.joint, shared)
         phases.tag(module.graph)
         outputs = _forward_results(dump, dump.joint)
-        lost = writes.mark(module.graph, dump.dynamo)
-        calls.number(module, outputs, builder.mode)
+        notes += _as_eager_runs_it(dump, module, outputs, builder)
         forward, backward = compat_aot.partition(module, builder.mode, outputs, static)
         graph = joint.stitch(forward, backward, outputs, static, name)
     else:
         forward, backward, outputs = _halves(builder, dump, shared)
         graph = joint.stitch(forward, backward, outputs, static, name)
     return graph.replace(inputs=_named(dump, graph), notes=(*graph.notes, *notes, *builder.findings.notes()))
+
+
+def _as_eager_runs_it(dump: Dump, module: fx.GraphModule, outputs: int, builder: Builder) -> tuple[str, ...]:
+    """Note in a joint graph what eager's peak depends on beside operators; return notes on what could not be found."""
+    lost = writes.mark(module.graph, dump.dynamo)
+    notes: tuple[str, ...] = ()
+    if lost:
+        notes = (f"{lost} writes in place of the model were not found in its graph: eager's peak may be lower",)
+    if dump.decomposed or calls.number(module, outputs):
+        return notes
+    return (
+        *notes,
+        "not every operator of backward was found in a trace of forward: eager's peak is estimated",
+    )
 
 
 def _named(dump: Dump, graph: TrainGraph) -> tuple[Port, ...]:

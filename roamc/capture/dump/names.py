@@ -1,4 +1,4 @@
-"""Operators that a file may name: a closed table from torch's schemas, so that no text of a file reaches an attribute."""
+"""Operators that a file may name: a closed table from torch's schemas. No text of a file reaches an attribute."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 import torch
 
+from roamc import compat_operators
 from roamc.compat import OpOverload
 
 NAMESPACES = frozenset({"aten", "prims", "rngprims", "_c10d_functional"})
 
-FILES = frozenset({"aten::from_file", "aten::save"})
+FILES = frozenset({("aten", "from_file"), ("aten", "save")})
 """Operators that open files."""
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -34,17 +35,14 @@ CONSTANTS: Mapping[str, object] = {
 
 @functools.cache
 def _names() -> frozenset[tuple[str, str, str]]:
-    import torch._inductor.inductor_prims  # registers what Inductor's graphs have
-
-    schemas = [(*each.name.split("::"), each.overload_name or "default") for each in torch._C._jit_get_all_schemas()]
-    return frozenset(each for each in schemas if each[0] in NAMESPACES and f"{each[0]}::{each[1]}" not in FILES)
+    every = compat_operators.schema_names()
+    return frozenset(each for each in every if each[0] in NAMESPACES and each[:2] not in FILES)
 
 
 def operator_of(path: str) -> OpOverload | None:
     """Return the operator with a path such as ``torch.ops.aten.mm.default``; None if the table has none."""
-    parts = path.split(".")
-    if parts[:2] != ["torch", "ops"] or len(parts) != 5 or (*parts[2:],) not in _names():
+    torch_ops, (namespace, name, overload) = path.split(".")[:2], (path.split(".")[2:] + [""] * 3)[:3]
+    if torch_ops != ["torch", "ops"] or path.count(".") != 4 or (namespace, name, overload) not in _names():
         return None
-    namespace, name, overload = parts[2:]
     target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return target if isinstance(target, OpOverload) else None

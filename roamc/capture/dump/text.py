@@ -35,7 +35,7 @@ MOST_NESTING = 32
 """Most brackets that are open at one place."""
 
 Value = Any
-"""An expression: a constant, a list or tuple of values, :class:`Name`, :class:`Dotted`, :class:`Item` or :class:`Call`."""
+"""A constant, a list or tuple of values, :class:`Name`, :class:`Dotted`, :class:`Item` or :class:`Call`."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ _FORWARD = re.compile(r"^(\s*)def forward\(")
 _SIGNATURE_ENDS = re.compile(r"\)(?:\s*->[^:]*)?:\s*(?:#.*)?$")
 _CODE_AND_COMMENT = re.compile(r"""^((?:[^"'#]|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*)(?:#\s*(.*))?$""")
 _UNQUOTED = re.compile(
-    r"""\b(\w+): ((?:f|bf|i|u|b|c)\d+\w*\[[^\]"']*\](?:\[[^\]"']*\])?(?:[a-z]+(?::\d+)?)?|Sym\([^"']*?\))(?=\s*(?:[=,;)#]|$))"""
+    r"""\b(\w+): ((?:f|bf|i|u|b|c)\d+\w*\[[^\]"']*\](?:\[[^\]"']*\])?(?:[a-z]+(?::\d+)?)?|Sym\([^"']*?\))"""
+    r"""(?=\s*(?:[=,;)#]|$))"""
 )
 _DECLARED = re.compile(r'(\w+): "([^"]*)"')
 _FILE = re.compile(r"\bFile: (?P<file>.*?):(?P<line>\d+)(?: in (?P<function>[^,]*))?, code: ?(?P<code>.*)$")
@@ -205,12 +206,12 @@ def _beginnings(lines: Sequence[str]) -> Iterator[tuple[int, int, str]]:
     """(line, indentation, name) of every class, or forward without one."""
     inside = False
     for at, line in enumerate(lines):
-        if found := _CLASS.match(line):
+        if match := _CLASS.match(line):
             inside = True
-            yield at, len(found[1]), found[2]
-        elif found := _FORWARD.match(line):
+            yield at, len(match[1]), match[2]
+        elif match := _FORWARD.match(line):
             if not inside:
-                yield at, len(found[1]), "forward"
+                yield at, len(match[1]), "forward"
             inside = False
 
 
@@ -339,10 +340,10 @@ class _Reader:
 
     def _divided(self, line: str) -> tuple[str, str]:
         """A line's code and the comment behind it."""
-        found = _CODE_AND_COMMENT.match(line)
-        if found is None:
+        match = _CODE_AND_COMMENT.match(line)
+        if match is None:
             self.fail(f"a string does not end: {line.strip()[:60]!r}")
-        return found[1], (found[2] or "").strip()
+        return match[1], (match[2] or "").strip()
 
     def _module(self, code: str) -> ast.Module:
         if _deepest(code) > MOST_NESTING:

@@ -87,8 +87,8 @@ def _writes(lines: Sequence[str]) -> Iterator[tuple[Line, tuple[str, ...]]]:
 
 
 def _line(node: fx.Node) -> Line:
-    found = re.match(r'\s*File "(.*)", line (\d+), in ', node.meta.get("stack_trace", ""))
-    return (found[1], int(found[2])) if found else ("", 0)
+    match = re.match(r'\s*File "(.*)", line (\d+), in ', node.meta.get("stack_trace", ""))
+    return (match[1], int(match[2])) if match else ("", 0)
 
 
 def _stem(node: fx.Node) -> str:

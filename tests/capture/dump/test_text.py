@@ -1,0 +1,169 @@
+"""Printed graphs as people have them: every style of torch 2.0 to 2.14, what a log puts in front, and what is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from roamc.capture.dump import graphs
+from roamc.errors import CaptureError, DumpError
+from roamc.graph import Phase, TrainGraph
+from roamc.options import parse_options
+from roamc.planning import search
+
+BODY = """\
+def forward(self, primals, tangents):
+    primals_1: "f32[8, 16][16, 1]cpu"  # PlainAOTInput(idx=0)
+    primals_2: "f32[16, 16][16, 1]cpu"  # PlainAOTInput(idx=1)
+    tangents_1: "f32[8, 16][16, 1]cpu"  # TangentAOTInput(output=PlainAOTOutput(idx=0))
+    primals_1, primals_2, tangents_1, = fx_pytree.tree_flatten_spec([primals, tangents], self._in_spec)
+    # File: net.py:3 in forward, code: return (x @ w).relu()
+    mm: "f32[8, 16][16, 1]cpu" = torch.ops.aten.mm.default(primals_1, primals_2);  primals_2 = None
+    relu: "f32[8, 16][16, 1]cpu" = torch.ops.aten.relu.default(mm);  mm = None
+    detach: "f32[8, 16][16, 1]cpu" = torch.ops.aten.detach.default(relu)
+    threshold_backward: "f32[8, 16][16, 1]cpu" = torch.ops.aten.threshold_backward.default(tangents_1, detach, 0)
+    t: "f32[16, 8][1, 16]cpu" = torch.ops.aten.t.default(primals_1);  primals_1 = None
+    mm_1: "f32[16, 16][16, 1]cpu" = torch.ops.aten.mm.default(t, threshold_backward);  t = threshold_backward = None
+    return pytree.tree_unflatten([
+        relu,  # PlainAOTOutput(idx=0)
+        None,  # None
+        mm_1,  # GradAOTOutput(grad_of=PlainAOTInput(idx=1))
+    ], self._out_spec)
+"""
+
+
+def indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+CLASS = "class inner_f(torch.nn.Module):\n" + indented(BODY)
+BARE = re.sub(r'"(f32\[[^\]]*\])\[[^\]]*\]cpu"', r'"\1"', CLASS)
+PREFIX = "I1122 15:24:01.361000 77 torch/_dynamo/x.py:12] [0/0] [__aot_joint_graph] "
+OLD = "[2023-11-20 15:52:38,797] [0/0] torch._functorch.aot_autograd.__aot_joint_graph: [INFO] "
+
+PEAK = 512 + 512 + 1024
+"""Bytes while the last product runs: the output, the gradient that it reads, and its result."""
+
+STYLES = {
+    "class": CLASS,
+    "no class": BODY,
+    "a log's prefix": "\n".join(PREFIX + line for line in CLASS.split("\n")),
+    "a rank's and a log's prefix": "\n".join(f"[rank0]: {PREFIX}{line}" for line in CLASS.split("\n")),
+    "a prefix of 2023": "\n".join(OLD + line for line in f"===== Joint graph 0 =====\n{CLASS}".split("\n")),
+    "with <eval_with_key>": CLASS.replace("class ", " <eval_with_key>.9 class "),
+    "no strides and devices": BARE,
+    "annotations without quotes": re.sub(r': "(f32[^"]*)"', r": \1", BARE),
+    "inputs on one line": BARE.replace('"  # PlainAOTInput(idx=0)\n', '"; ').replace(
+        '"  # PlainAOTInput(idx=1)\n', '"; '
+    ),
+    "colours": CLASS.replace('"f32', '"\x1b[31mf32\x1b[0m'),
+    "a quote of Markdown": "\n".join(f"> {line}" for line in CLASS.split("\n")),
+    "lines of Windows": CLASS.replace("\n", "\r\n"),
+    "behind other text": f"Here is my graph, as TORCH_LOGS prints it:\n\n{CLASS}",
+}
+
+
+def read(tmp_path: Path, text: str, **sizes: int) -> TrainGraph:
+    file = tmp_path / "graph.txt"
+    file.write_bytes(text.encode("utf-8"))
+    return graphs.train_graph(graphs.read(str(file))[0], "graph", sizes)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_is_the_same_graph(style: str, tmp_path: Path) -> None:
+    graph, plain = read(tmp_path, STYLES[style]), read(tmp_path, CLASS)
+    rows = [[(node.name, node.target, str(node.args)) for node in each.graph.nodes] for each in (graph, plain)]
+    assert rows[0] == rows[1]
+    assert graph.phase == plain.phase
+    assert list(graph.phase.values()).count(Phase.BACKWARD) == 4
+    assert search.run(graph, parse_options({})).plan.peak_bytes == PEAK
+
+
+def test_symbolic_sizes_take_their_values(tmp_path: Path) -> None:
+    text = CLASS.replace("f32[8, 16][16, 1]", "f32[s0, 16][16, 1]").replace("f32[16, 8][1, 16]", "f32[16, s0][1, 16]")
+    with pytest.raises(DumpError, match=r"graph\.txt:\d+: the graph leaves a size open: give --set s0=N"):
+        read(tmp_path, text)
+    large = search.run(read(tmp_path, text, s0=80), parse_options({})).plan
+    assert large.peak_bytes > search.run(read(tmp_path, text, s0=8), parse_options({})).plan.peak_bytes
+
+
+def test_a_difference_from_what_torch_derives_is_a_note_and_the_file_counts(tmp_path: Path) -> None:
+    graph = read(tmp_path, CLASS.replace('detach: "f32[8, 16][16, 1]cpu"', 'detach: "f32[8, 16][32, 1]cpu"'))
+    assert any("1 of 6 results differ" in note and "detach is f32[8, 16]" in note for note in graph.notes)
+
+
+def test_halves_are_one_step(tmp_path: Path) -> None:
+    forward = """class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[8, 16][16, 1]cpu", primals_2: "f32[16, 16][16, 1]cpu"):
+        mm: "f32[8, 16][16, 1]cpu" = torch.ops.aten.mm.default(primals_1, primals_2);  primals_2 = None
+        relu: "f32[8, 16][16, 1]cpu" = torch.ops.aten.relu.default(mm);  mm = None
+        return (relu, primals_1, relu)
+"""
+    backward = """class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[8, 16][16, 1]", relu: "f32[8, 16][16, 1]", tangents_1: "f32[8, 16][16, 1]cpu"):
+        threshold_backward: "f32[8, 16][16, 1]cpu" = torch.ops.aten.threshold_backward.default(tangents_1, relu, 0)
+        t: "f32[16, 8][1, 16]cpu" = torch.ops.aten.t.default(primals_1);  primals_1 = None
+        mm_1: "f32[16, 16][16, 1]cpu" = torch.ops.aten.mm.default(t, threshold_backward)
+        return (None, mm_1)
+"""
+    graph = read(tmp_path, forward + backward)
+    assert search.run(graph, parse_options({})).plan.peak_bytes == PEAK
+    assert any("a joint graph says more" in note for note in graph.notes)
+    with pytest.raises(DumpError, match="a backward without the forward that saves its inputs"):
+        read(tmp_path, backward)
+
+
+def instead(call: str) -> str:
+    """The graph with another expression for its ReLU."""
+    return CLASS.replace("torch.ops.aten.relu.default(mm)", call)
+
+
+TWICE = '    mm: "f32[8, 16]" = torch.ops.aten.relu.default(primals_1)\n        relu: '
+LARGE = CLASS.replace('primals_1: "f32[8, 16]', f'primals_1: "f32[{2**60}, 16]')
+MANY = instead("torch.ops.aten.split.Tensor(mm, 1)").replace('"f32[8, 16]', '"f32[90000, 16]')
+
+WRONG = {
+    "empty": ("", "the file is empty"),
+    "no graph": ("loss 0.5\nloss 0.4\n", "no graph of torch is in it"),
+    "cut off": (CLASS[: CLASS.index("t: ")], "the text ends after 4 statements.*it was cut off"),
+    "print(graph)": ("graph():\n    %x : [num_users=1] = placeholder[target=x]\n", "print gm.print_readable"),
+    "a line twice": (CLASS.replace("    relu: ", TWICE), "mm is there twice"),
+    "a line is missing": (re.sub(r".* mm: .*\n", "", CLASS), "mm was never made"),
+    "another operator": (instead("torch.ops.mylib.fast_relu.default(mm)"), "unknown operator"),
+    "a shape that cannot be": (CLASS.replace('primals_2: "f32[16', 'primals_2: "f32[15'), "refuses its arguments"),
+    "a dtype of another world": (CLASS.replace('primals_1: "f32', 'primals_1: "f33'), "unknown dtype"),
+    "a library": (instead("torch.ops.load_library('x.so')"), "unknown operator"),
+    "an import": (instead("__import__('os')"), "unknown operator"),
+    "an attribute": (instead("mm.__class__.mro()"), "unknown operator"),
+    "a file": (instead("torch.ops.aten.from_file.default('/etc/passwd')"), "unknown operator"),
+    "a lambda": (instead("(lambda: 1)()"), "no value of a graph"),
+    "many results": (MANY, "may give 90000 results"),
+    "a size above all memory": (LARGE, "no tensor that can exist"),
+    "nesting": (instead(f"torch.ops.aten.relu.default({'[' * 40}mm{']' * 40})"), "brackets are open"),
+    "a long line": (CLASS.replace("primals_2 = None", f"primals_2 = {'x' * 70000}"), "a line of more than"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_one_line_with_the_place(what: str, tmp_path: Path) -> None:
+    text, message = WRONG[what]
+    with pytest.raises(DumpError, match=message) as caught:
+        read(tmp_path, text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("data", "message"), [(b"\xff\xfeg\x00", "UTF-16"), (b"PK\x03\x04\0\0", "no text")])
+def test_what_is_no_text_is_said(data: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "graph.bin"
+    file.write_bytes(data)
+    with pytest.raises(DumpError, match=message):
+        graphs.read(str(file))
+
+
+def test_a_cut_text_never_has_an_answer(tmp_path: Path) -> None:
+    lines = CLASS.split("\n")
+    for length in range(1, len(lines) - 2):
+        with pytest.raises((DumpError, CaptureError)):
+            read(tmp_path, "\n".join(lines[:length]))

@@ -1,0 +1,51 @@
+"""Logs and printed graphs as targets of the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.capture.dump.test_text import CLASS, PEAK
+from tests.cli.test_cli import run
+
+
+@pytest.fixture
+def printed(tmp_path: Path) -> str:
+    file = tmp_path / "issue.txt"
+    file.write_text(CLASS + CLASS.replace("net.py:3", "net.py:30"), "utf-8")
+    return str(file)
+
+
+def test_a_printed_graph_is_planned_and_explained(printed: str) -> None:
+    plan = run("plan", printed).stdout
+    assert plan.startswith("issue needs ")
+    assert re.search(r"note: graph 0 of 2, the largest; --piece plans another: 1 \(6 operators\)", plan)
+    assert json.loads(run("plan", printed, "--piece", "1", "--json").stdout)["peak_bytes"] == PEAK
+    assert "net.py:30" in run("explain", printed, "--piece", "1", "--no-curve").stdout
+
+
+def test_a_graph_of_a_cpu_is_planned_for_a_gpu_that_is_not_here(printed: str) -> None:
+    plan = run("plan", printed, "--gpu", "rtx4090").stdout
+    assert plan.startswith("issue fits ")
+    assert "the file is of a CPU" in plan
+    assert run("plan", printed, "--gpu", "2MB", code=2).exit_code == 2
+
+
+def test_what_a_file_cannot_answer_is_said(printed: str) -> None:
+    for option in (("--batch", "4"), ("--optimizer", "sgd"), ("--mesh", "dp=2"), ("--meta",)):
+        result = run("plan", printed, *option, code=1)
+        assert f"has the graph of a step without its model, which {option[0]} needs" in result.stderr
+    assert "no graph '7' is in" in run("plan", printed, "--piece", "7", code=1).stderr
+    assert "--piece names a graph of a log" in run("plan", "mlp", "--piece", "7", code=1).stderr
+    assert "values of its symbolic sizes" in run("plan", printed, "--set", "s0=x", code=1).stderr
+
+
+def test_a_file_without_a_graph_is_one_line_with_the_way_out(tmp_path: Path) -> None:
+    file = tmp_path / "train.log"
+    file.write_text("step 1 loss 0.5\n", "utf-8")
+    assert "TORCH_TRACE=folder python train.py" in run("plan", str(file), code=1).stderr
+    (tmp_path / "traces").mkdir()
+    assert "no log is in the folder" in run("explain", str(tmp_path / "traces"), code=1).stderr
