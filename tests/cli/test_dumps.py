@@ -15,7 +15,7 @@ from tests.cli.test_cli import run
 @pytest.fixture
 def printed(tmp_path: Path) -> str:
     file = tmp_path / "issue.txt"
-    file.write_text(CLASS + CLASS.replace("net.py:3", "net.py:30"), "utf-8")
+    file.write_text(CLASS + "\n" + CLASS.replace("net.py:3", "net.py:30"), "utf-8")
     return str(file)
 
 
