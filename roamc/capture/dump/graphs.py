@@ -132,7 +132,16 @@ def _of_text(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
             "Put both into one file, or log the joint graph: TORCH_LOGS=aot_joint_graph"
         )
     numbers = map(str, range(len(first)))
-    return [Dump(path, number, each, notes=roles) for number, each in zip(numbers, first, strict=True)]
+    return [
+        Dump(path, number, each, notes=(*roles, *_saves(each))) for number, each in zip(numbers, first, strict=True)
+    ]
+
+
+def _saves(forward: GraphText) -> tuple[str, ...]:
+    """A note on a forward whose backward is not in the file."""
+    count = sum(result.comment.startswith("SavedForBackwards") for result in forward.results)
+    note = f"forward without its backward, for which it saves {count} values: the peak is that of forward"
+    return (note,) if count else ()
 
 
 MOVED = "the file is of a CPU: on a GPU torch may run other operators, such as another kernel of attention"
