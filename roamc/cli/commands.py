@@ -25,6 +25,7 @@ from typer.core import TyperGroup
 
 import roamc
 from roamc.budget import parse_budget
+from roamc.capture.dump.recognise import is_dump
 from roamc.cli.asked import Asked, Request, asking
 from roamc.cli.models import MODELS
 from roamc.cli.saved import is_plan, saved_plan
@@ -243,10 +244,9 @@ def largest_size(
     Functions of files are called on the meta device. Example: roamc max-batch gpt2 --gpu a100-40
     """
     with _reported(debug, as_json):
-        if is_plan(asked.request.target):
-            raise OptionError(
-                f"{asked.request.target} is a saved plan of one size, and max-batch plans several: give it the model"
-            )
+        if is_plan(target := asked.request.target) or is_dump(target):
+            what = "a saved plan" if is_plan(target) else "the graph of a step"
+            raise OptionError(f"{target} is {what} of one size, and max-batch plans several: give it the model")
         check_words(asked)
         if len(asked.budgets) > 1:
             raise OptionError("max-batch takes one --memory-budget")

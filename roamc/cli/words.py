@@ -38,7 +38,7 @@ NEED_TORCH = ("profile", "gpu")
 
 WITHOUT_MODEL = frozenset(
     {"target", "sets", "piece", "memory_budget", "option", "device", "gpu", "profile", "as_json", "debug", "save"}
-    | {"top", "by", "source", "kernels", "graph", "html", "curve"}
+    | {"top", "by", "source", "kernels", "graph", "graphml", "html", "curve"}
 )
 """Parameters of the commands that do not need the model of a graph."""
 

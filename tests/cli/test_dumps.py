@@ -38,6 +38,7 @@ def test_what_a_file_cannot_answer_is_said(printed: str) -> None:
     for option in (("--batch", "4"), ("--optimizer", "sgd"), ("--mesh", "dp=2"), ("--meta",)):
         result = run("plan", printed, *option, code=1)
         assert f"has the graph of a step without its model, which {option[0]} needs" in result.stderr
+    assert "max-batch plans several: give it the model" in run("max-batch", printed, "--gpu", "h100", code=1).stderr
     assert "no graph '7' is in" in run("plan", printed, "--piece", "7", code=1).stderr
     assert "--piece names a graph of a log" in run("plan", "mlp", "--piece", "7", code=1).stderr
     assert "values of its symbolic sizes" in run("plan", printed, "--set", "s0=x", code=1).stderr
