@@ -28,6 +28,7 @@ FIRST: dict[str, int] = {
     "tests/benchmarks/test_retain_rivals.py::test_both_find_the_same_least_seconds_and_none_below_the_bound": 0,
     "tests/benchmarks/test_retain_rivals.py::test_full_budget_costs_nothing": 1,
     "tests/benchmarks/test_retain_rivals.py::test_random_layers_add_no_more_than_moccasin_does": 1,
+    "tests/capture/dump/test_logs.py::test_a_log_gives_the_plan_that_was_made_live": 3,
     "tests/capture/test_batch.py::test_step_takes_any_nest": 8,
     "tests/capture/test_caller_writes.py::test_two_forwards_before_their_backwards": 2,
     "tests/capture/test_closures.py::test_loss_reads_parameters_by_a_name_of_its_own": 1,

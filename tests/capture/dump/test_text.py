@@ -77,7 +77,7 @@ def test_every_style_is_the_same_graph(style: str, tmp_path: Path) -> None:
     rows = [[(node.name, node.target, str(node.args)) for node in each.graph.nodes] for each in (graph, plain)]
     assert rows[0] == rows[1]
     assert graph.phase == plain.phase
-    assert list(graph.phase.values()).count(Phase.BACKWARD) == 4
+    assert list(graph.phase.values()).count(Phase.BACKWARD) == 3
     assert search.run(graph, parse_options({})).plan.peak_bytes == PEAK
 
 
