@@ -128,8 +128,8 @@ def _matched(backward: Sequence[fx.Node], traced: Sequence[fx.Node]) -> bool:
     """Give each operator of the text the numbers of the operator of the trace that stands for it, where one does."""
     pairs = _in_turn(backward, traced)
     if not _are_all(backward, pairs):
-        keys = [[(_name(node), str(_shapes(node))) for node in nodes] for nodes in (backward, traced)]
-        blocks = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
+        own_keys, other_keys = ([(_name(each), str(_shapes(each))) for each in part] for part in (backward, traced))
+        blocks = difflib.SequenceMatcher(None, own_keys, other_keys, autojunk=False).get_matching_blocks()
         pairs = {backward[own + at]: traced[other + at] for own, other, size in blocks for at in range(size)}
     for node, other in pairs.items():
         node.meta |= {key: other.meta[key] for key in (CALL, SUM_OF_GRADIENTS) if key in other.meta}
