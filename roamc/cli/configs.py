@@ -143,7 +143,7 @@ def _read(target: str) -> dict[str, Any]:
         pipeline = (path / "model_index.json").is_file()
         path /= "config.json"
         if not path.is_file():
-            raise OptionError(f"{target} {_DIFFUSERS if pipeline else 'has no config.json'}")
+            raise OptionError(f"{target} {_DIFFUSERS if pipeline else 'has no config.json, and no log of TORCH_TRACE'}")
     try:
         data = json.loads(path.read_text("utf-8"))
     except ValueError as error:

@@ -49,4 +49,5 @@ def test_a_file_without_a_graph_is_one_line_with_the_way_out(tmp_path: Path) -> 
     file.write_text("step 1 loss 0.5\n", "utf-8")
     assert "TORCH_TRACE=folder python train.py" in run("plan", str(file), code=1).stderr
     (tmp_path / "traces").mkdir()
-    assert "no log is in the folder" in run("explain", str(tmp_path / "traces"), code=1).stderr
+    said = run("explain", str(tmp_path / "traces"), code=1).stderr
+    assert "has no config.json, and no log of TORCH_TRACE" in said

@@ -91,6 +91,8 @@ class Sizes:
             case ast.Constant(value=int(value)):
                 return value
             case ast.Name(id=name):
+                if name not in self.values:
+                    raise ValueError(name)
                 return self.values[name]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._value(operand)

@@ -16,7 +16,7 @@ from roamc import compat_aot
 from roamc.capture.dump import names
 from roamc.capture.dump.annotations import Number, Sizes, TensorType, parsed
 from roamc.capture.dump.text import Call, Dotted, GraphText, Input, Item, Name, Origin, Statement, Value
-from roamc.compat import FakeTensorMode, OpOverload
+from roamc.compat import FakeTensorMode, OpOverload, quiet_meta
 from roamc.errors import DumpError, nearest
 from roamc.graph.rewrite import placed_in
 
@@ -235,7 +235,7 @@ class _Graph:
 
     def _derived(self, target: OpOverload, args: Any, kwargs: Any) -> Any:
         try:
-            with self.mode, torch.no_grad():
+            with self.mode, torch.no_grad(), quiet_meta():
                 return target(*args, **kwargs)
         except Exception as error:  # whatever a kernel on fake tensors raises
             reason = str(error).partition("\n")[0][:200]

@@ -8,6 +8,7 @@ another: what does not match gets no number.
 from __future__ import annotations
 
 import difflib
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from roamc.graph import tensors_of
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.origin import SUM_OF_GRADIENTS
 from roamc.operators.schemas import name_of
+
+log = logging.getLogger(__name__)
 
 CALL = "seq_nr"
 """Key in ``node.meta`` of the number of a call; forward's operator and those of its backward have the same."""
@@ -75,7 +78,8 @@ def number(joint: fx.GraphModule, outputs: int) -> bool:
         fakes = [_on_cpu(node.meta["val"]) for node in inputs]
     try:
         traced = list(compat.trace(step, fakes, mode).graph.nodes)
-    except RuntimeError:  # an operator without a derivative, or without a kernel for the CPU's tensors
+    except Exception as error:  # of any kind: an operator without a derivative, or whose shapes the file has otherwise
+        log.debug("forward cannot be traced again: %s", error)
         return False
     for node, call in calls.items():
         if CALL in call.meta:

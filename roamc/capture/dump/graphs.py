@@ -15,8 +15,9 @@ from roamc.capture import joint
 from roamc.capture.dump import calls, phases, prefixes, text, trace_log, writes
 from roamc.capture.dump.annotations import Sizes
 from roamc.capture.dump.build import Builder, device_of
+from roamc.capture.dump.recognise import logs_in
 from roamc.capture.dump.text import GraphText
-from roamc.errors import DumpError
+from roamc.errors import DumpError, RoamcError
 from roamc.graph import Port, TrainGraph
 from roamc.graph.origin import path_of
 
@@ -64,10 +65,7 @@ def read(target: str) -> tuple[Dump, ...]:
     path = Path(target)
     if not path.is_dir():
         return _ranked(of_file(path))
-    logs = sorted(each for each in path.rglob("*") if each.is_file() and each.name.endswith((".log", ".log.gz")))
-    if not logs:
-        raise DumpError(f"{path}: no log is in the folder. TORCH_TRACE={path} python train.py writes one there")
-    return _ranked([dump for each in _of_one_rank(logs) for dump in of_file(each)])
+    return _ranked([dump for each in _of_one_rank(logs_in(path)) for dump in of_file(each)])
 
 
 def _of_one_rank(logs: Sequence[Path]) -> Sequence[Path]:
@@ -183,20 +181,33 @@ def train_graph(dump: Dump, name: str, sizes: Mapping[str, int], device: torch.d
     builder = Builder(Sizes(sizes, str(dump.path)), str(dump.path), device if moved else None)
     notes = (*dump.notes, *((MOVED,) if moved else ()))
     shared = {position: storage for position, (_, storage) in enumerate(dump.inputs) if storage is not None}
-    static = dump.static or ()
+    try:
+        graph, more = _stitched(builder, dump, shared, name)
+    except RoamcError:
+        raise
+    except Exception as error:  # of any kind: an operator on tensors that the file has otherwise than torch derives
+        reason = str(error).partition("\n")[0][:200]
+        raise DumpError(f"{dump.path}: the graph contradicts itself: {reason or type(error).__name__}") from error
+    notes = (*graph.notes, *notes, *more, *builder.findings.notes())
+    return graph.replace(inputs=_named(dump, graph), notes=notes)
+
+
+def _stitched(
+    builder: Builder, dump: Dump, shared: Mapping[int, object], name: str
+) -> tuple[TrainGraph, tuple[str, ...]]:
+    """The graph of a step, and notes on it."""
+    static, notes = dump.static or (), tuple[str, ...]()
     if dump.joint is not None and not dump.joint.has_tangents:
-        graph = joint.inference(builder.module(dump.joint, shared), static, name)
-    elif dump.joint is not None:
+        return joint.inference(builder.module(dump.joint, shared), static, name), notes
+    if dump.joint is not None:
         module = builder.module(dump.joint, shared)
         phases.tag(module.graph)
         outputs = _forward_results(dump, dump.joint)
-        notes += _as_eager_runs_it(dump, module, outputs, builder)
+        notes = _as_eager_runs_it(dump, module, outputs, builder)
         forward, backward = compat_aot.partition(module, builder.mode, outputs, static)
-        graph = joint.stitch(forward, backward, outputs, static, name)
     else:
         forward, backward, outputs = _halves(builder, dump, shared)
-        graph = joint.stitch(forward, backward, outputs, static, name)
-    return graph.replace(inputs=_named(dump, graph), notes=(*graph.notes, *notes, *builder.findings.notes()))
+    return joint.stitch(forward, backward, outputs, static, name), notes
 
 
 def _as_eager_runs_it(dump: Dump, module: fx.GraphModule, outputs: int, builder: Builder) -> tuple[str, ...]:

@@ -8,9 +8,14 @@ PRINTED = "fx_graph_readable.py"
 """Name that torch gives a printed graph; any other ``.py`` is a program of the user's."""
 
 
+def logs_in(folder: Path) -> list[Path]:
+    """Return the logs in ``folder`` and the folders in it, by name."""
+    return sorted(each for each in folder.rglob("*.log*") if each.is_file() and each.name.endswith((".log", ".log.gz")))
+
+
 def is_dump(target: str) -> bool:
     """Whether ``target`` is a file or folder that may have graphs: not of a model, a plan or a program."""
     path = Path(target)
     if path.is_dir():
-        return not (path / "config.json").exists()
+        return not (path / "config.json").exists() and bool(logs_in(path))
     return path.is_file() and (path.suffix not in (".json", ".py") or path.name == PRINTED)
