@@ -430,6 +430,18 @@ def forward_backward(
     return captured["halves"], captured["outputs"], captured["static"]
 
 
+@functools.cache
+def _descriptions() -> dict[str, Any]:
+    """Classes of what AOTAutograd says of inputs and outputs, by name."""
+    from torch._functorch._aot_autograd import descriptors
+
+    return {
+        name: each
+        for name, each in vars(descriptors).items()
+        if dataclasses.is_dataclass(each) and name.endswith(("AOTInput", "AOTOutput"))
+    }
+
+
 def described(comment: str) -> Any:
     """Return what AOTAutograd notes as ``meta["desc"]`` of an input or output, from the comment that it prints.
 
@@ -439,13 +451,7 @@ def described(comment: str) -> Any:
     Returns:
         The description; None if there is none.
     """
-    from torch._functorch._aot_autograd import descriptors
-
-    classes: dict[str, Any] = {
-        name: each
-        for name, each in vars(descriptors).items()
-        if dataclasses.is_dataclass(each) and name.endswith(("AOTInput", "AOTOutput"))
-    }
+    classes = _descriptions()
 
     def value(node: ast.expr) -> Any:
         match node:

@@ -98,8 +98,8 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int] | None:
 
     On the meta device, where a storage has no address, the number of the storage and the next one.
     """
-    storage = part_of(tensor).untyped_storage()
-    if not storage.nbytes():
+    tensor = part_of(tensor)
+    start, end = _whole(tensor)
+    if start == end:
         return None
-    start = storage.data_ptr()
-    return (start, start + storage.nbytes()) if start else (identity(part_of(tensor)), identity(part_of(tensor)) + 1)
+    return (start, end) if start else (identity(tensor), identity(tensor) + 1)

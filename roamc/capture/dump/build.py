@@ -15,7 +15,7 @@ from torch import fx, nn
 from roamc import compat_aot
 from roamc.capture.dump import names
 from roamc.capture.dump.annotations import Number, Sizes, TensorType, parsed
-from roamc.capture.dump.text import Call, Dotted, GraphText, Input, Item, Name, Origin, Statement, Value
+from roamc.capture.dump.text import INFIX, Call, Dotted, GraphText, Input, Item, Name, Origin, Statement, Value
 from roamc.compat import FakeTensorMode, OpOverload, quiet_meta
 from roamc.errors import DumpError, nearest
 from roamc.graph.rewrite import placed_in
@@ -27,13 +27,13 @@ MOST_COMPARED = 3
 """Differences between a file and what torch derives here that a note names."""
 
 _PYTHON: Mapping[str, Callable[..., Any]] = {
-    f"operator.{each.__name__}": each
-    for each in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod)
-} | {
-    f"operator.{each.__name__}": each
-    for each in (operator.neg, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+    f"operator.{name}": getattr(operator, name) for name in (*INFIX.values(), "neg") if name != "pow"
 }
-"""Functions of sizes."""
+"""Functions of sizes; none that may make a number of any length."""
+
+
+_SIZES = ("sym_size", "sym_numel", "sym_stride", "sym_storage_offset")
+"""Operators of ATen that give numbers."""
 
 
 @dataclass
@@ -44,15 +44,13 @@ class Findings:
         compared: how many results have an annotation, and a derived tensor to compare it with.
         differences: where the two differ: "NAME is X in the file, Y by torch 2.13.0".
         dense: how many tensors have no strides in the file, and are taken to be dense.
-        devices: whether no tensor has a device.
-        constants: names of constants whose values are not in the file.
+        devices: whether some tensor has a device.
     """
 
     compared: int = 0
     differences: list[str] = field(default_factory=list)
     dense: int = 0
     devices: bool = False
-    constants: list[str] = field(default_factory=list)
 
     def notes(self) -> Iterator[str]:
         """Yield them as a plan's notes."""
@@ -166,7 +164,7 @@ class _Graph:
                 self.env[statement.name] = self._number(path, args)
                 return
             case Call() as call:
-                node = self.call(statement, call)
+                node = self.call(call)
             case Dotted(path=path) if path.startswith("self."):
                 node = self.constant(path, said)
             case Name() | int() | float() | bool() as value:
@@ -203,30 +201,24 @@ class _Graph:
         node.meta["val"] = results[index]
         return node
 
-    def constant(self, path: str, said: TensorType | Number | None) -> fx.Node:
+    def constant(self, path: str, said: TensorType | None) -> fx.Node:
         """A tensor of the graph, whose value is not in the file; one without an annotation is a number in float32."""
         name = "".join(letter if letter.isalnum() else "_" for letter in path.removeprefix("self."))
-        value = self.tensor(said if isinstance(said, TensorType) else TensorType("f32", (), ()))
+        value = self.tensor(said or TensorType("f32", (), ()))
         self.root.register_buffer(
             name, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         )
-        self.findings.constants.append(name)
         node = self.graph.get_attr(name)
         node.meta["val"] = value
         return node
 
-    def call(self, statement: Statement, call: Call) -> Any:
+    def call(self, call: Call) -> Any:
         target = names.operator_of(call.path)
         if target is None:
             self.fail(f"unknown operator {call.path[:80]!r}; roamc plans those of ATen, prims and _c10d_functional")
         args, kwargs = self.low(tuple(call.args)), self.low(dict(call.kwargs))
         fakes, named = (fx.map_arg(each, lambda node: node.meta["val"]) for each in (args, kwargs))
-        if target.namespace == "aten" and target._opname in (
-            "sym_size",
-            "sym_numel",
-            "sym_stride",
-            "sym_storage_offset",
-        ):
+        if target.namespace == "aten" and target._opname in _SIZES:
             return self._derived(target, fakes, named)
         self._check_results(target, fakes, named)
         node = self.graph.call_function(target, args, kwargs)
@@ -289,7 +281,7 @@ class _Graph:
         number = index if isinstance(index, int) and 0 <= index < 1024 else 0
         return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 
-    def finish(self, node: fx.Node, statement: Statement, said: TensorType | Number | None) -> None:
+    def finish(self, node: fx.Node, statement: Statement, said: TensorType | None) -> None:
         if statement.name:
             node.name = statement.name
             self.env[statement.name] = node
@@ -300,7 +292,7 @@ class _Graph:
                 self.env[statement.name] = value
                 self.graph.erase_node(node)
             return
-        if isinstance(said, TensorType):
+        if said is not None:
             node.meta["val"] = self._compared(node.name, value, said)
 
     def _compared(self, name: str, value: torch.Tensor, said: TensorType) -> torch.Tensor:

@@ -89,7 +89,7 @@ def of_file(path: Path) -> list[Dump]:
     if not content.strip():
         raise DumpError(f"{path}: the file is empty")
     if trace_log.is_log(content) and "\n\t" in content:
-        return [_of_piece(path, piece) for piece in trace_log.read(path)]
+        return [_of_piece(path, piece) for piece in trace_log.read(content, path)]
     return _of_text(path, text.graphs(prefixes.without_prefixes(content), str(path)))
 
 
@@ -102,8 +102,16 @@ def _of_piece(path: Path, piece: trace_log.Piece) -> Dump:
             "the log is Inductor's, whose graph is of decomposed operators: eager's peak is that of these operators in "
             'order; backend="aot_eager" logs those that eager runs',
         )
-    dump = Dump(path, piece.frame, whole, static=piece.static, inputs=piece.inputs(), dynamo=piece.dynamo, notes=notes)
-    dump = replace(dump, decomposed=piece.decomposed)
+    dump = Dump(
+        path,
+        piece.frame,
+        whole,
+        static=piece.static,
+        inputs=piece.inputs(),
+        dynamo=piece.dynamo,
+        decomposed=piece.decomposed,
+        notes=notes,
+    )
     if whole is not None:
         return dump
     return _in_halves(dump, graphs.get("aot_forward_graph"), graphs.get("aot_backward_graph"))
@@ -118,8 +126,7 @@ def _of_text(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
     whole = [each for each in graphs if each.joint]
     halves = [each for each in graphs if not each.joint]
     if whole:
-        numbers = map(str, range(len(whole)))
-        return [Dump(path, number, each, notes=roles) for number, each in zip(numbers, whole, strict=True)]
+        return [Dump(path, str(number), each, notes=roles) for number, each in enumerate(whole)]
     second = [each for each in halves if each.has_tangents]
     first = [each for each in halves if not each.has_tangents]
     if len(first) == len(second) == 1:
@@ -129,10 +136,7 @@ def _of_text(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
             f"{path}: {'a' if len(second) == 1 else len(second)} backward without the forward that saves its inputs. "
             "Put both into one file, or log the joint graph: TORCH_LOGS=aot_joint_graph"
         )
-    numbers = map(str, range(len(first)))
-    return [
-        Dump(path, number, each, notes=(*roles, *_saves(each))) for number, each in zip(numbers, first, strict=True)
-    ]
+    return [Dump(path, str(number), each, notes=(*roles, *_saves(each))) for number, each in enumerate(first)]
 
 
 def _saves(forward: GraphText) -> tuple[str, ...]:
@@ -228,8 +232,8 @@ def _named(dump: Dump, graph: TrainGraph) -> tuple[Port, ...]:
     """The inputs, with the names that the user knows their tensors by where the file has them."""
     ports = []
     for position, port in enumerate(graph.inputs):
-        source = dump.inputs[position][0] if position < len(dump.inputs) else ""
-        ports.append(replace(port, name=path_of(source)) if source and path_of(source) else port)
+        name = path_of(dump.inputs[position][0]) if position < len(dump.inputs) else ""
+        ports.append(replace(port, name=name) if name else port)
     return tuple(ports)
 
 

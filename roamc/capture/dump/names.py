@@ -41,8 +41,11 @@ def _names() -> frozenset[tuple[str, str, str]]:
 
 def operator_of(path: str) -> OpOverload | None:
     """Return the operator with a path such as ``torch.ops.aten.mm.default``; None if the table has none."""
-    torch_ops, (namespace, name, overload) = path.split(".")[:2], (path.split(".")[2:] + [""] * 3)[:3]
-    if torch_ops != ["torch", "ops"] or path.count(".") != 4 or (namespace, name, overload) not in _names():
+    parts = path.split(".")
+    if len(parts) != 5 or parts[:2] != ["torch", "ops"]:
+        return None
+    namespace, name, overload = parts[2:]
+    if (namespace, name, overload) not in _names():
         return None
     target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return target if isinstance(target, OpOverload) else None

@@ -10,13 +10,13 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RANK = r"(?:\[(?:default|rank)?\d+\]:? ?)?"
 """What launchers write: ``[rank0]:``, or torchrun's ``[default0]:``."""
 
-_TODAY = r"[VIWE]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [^\]\s]+:\d+\] "
+TODAY = r"[VIWE]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [^\]\s]+:\d+\] "
 """``I1122 15:24:01.361000 77 torch/x.py:12] ``, since torch 2.2."""
 
 _OF_2023 = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\] "
 """``[2023-11-20 15:52:38,797] ``, torch 2.0 and 2.1."""
 
-_PREFIX = re.compile(rf"^(?:{_RANK}(?:{_TODAY}|{_OF_2023})(?:\[[\w/ .-]*\] ?)*(?:[\w.]+: \[[A-Z]+\] ?)?|{_RANK[:-1]})")
+_PREFIX = re.compile(rf"^(?:{_RANK}(?:{TODAY}|{_OF_2023})(?:\[[\w/ .-]*\] ?)*(?:[\w.]+: \[[A-Z]+\] ?)?|{_RANK[:-1]})")
 """All of them, with ``[0/0] [__aot_joint_graph] `` or ``torch._functorch.aot_autograd: [INFO] `` after them."""
 
 _QUOTE = re.compile(r"^ {0,3}> ?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 PRINTED = "fx_graph_readable.py"
@@ -10,12 +11,16 @@ PRINTED = "fx_graph_readable.py"
 
 def logs_in(folder: Path) -> list[Path]:
     """Return the logs in ``folder`` and the folders in it, by name."""
-    return sorted(each for each in folder.rglob("*.log*") if each.is_file() and each.name.endswith((".log", ".log.gz")))
+    return sorted(_logs(folder))
+
+
+def _logs(folder: Path) -> Iterator[Path]:
+    return (each for each in folder.rglob("*.log*") if each.is_file() and each.name.endswith((".log", ".log.gz")))
 
 
 def is_dump(target: str) -> bool:
     """Whether ``target`` is a file or folder that may have graphs: not of a model, a plan or a program."""
     path = Path(target)
     if path.is_dir():
-        return not (path / "config.json").exists() and bool(logs_in(path))
+        return not (path / "config.json").exists() and any(True for _ in _logs(path))
     return path.is_file() and (path.suffix not in (".json", ".py") or path.name == PRINTED)

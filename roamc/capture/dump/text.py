@@ -155,14 +155,15 @@ _UNQUOTED = re.compile(
     r"""(?=\s*(?:[=,;)#]|$))"""
 )
 _DECLARED = re.compile(r'(\w+): "([^"]*)"')
-_FILE = re.compile(r"\bFile: (?P<file>.*?):(?P<line>\d+)(?: in (?P<function>[^,]*))?, code: ?(?P<code>.*)$")
+FILE = re.compile(r"\bFile: (?P<file>.*?):(?P<line>\d+)(?: in (?P<function>[^,]*))?, code: ?(?P<code>.*)$")
+"""In a comment: the user's line."""
 _MARK = re.compile(
     r"^#\s*(?:Annotation: (?P<annotation>\{.*?\}) ?)?(?:ac_graph_id: (?P<checkpoint>\w+)(?: - (?P<policy>[A-Z_]+))?"
     r"|recompute: (?P<alone>[A-Z_]+))?"
 )
 _FORMATTED_CALL = re.compile(r"^\s*%\w+ : ")
 
-_INFIX: Mapping[type[ast.AST], str] = {
+INFIX: Mapping[type[ast.AST], str] = {
     ast.Add: "add",
     ast.Sub: "sub",
     ast.Mult: "mul",
@@ -177,6 +178,7 @@ _INFIX: Mapping[type[ast.AST], str] = {
     ast.Gt: "gt",
     ast.GtE: "ge",
 }
+"""Infix operators to their functions in the module ``operator``."""
 
 
 def graphs(lines: Sequence[str], file: str, first: int = 1) -> tuple[GraphText, ...]:
@@ -279,7 +281,7 @@ class _Reader:
             self._comment(stripped)
             return
         code, comment = self._divided(line)
-        while _open(code) > 0 and not self._is_declaration(code):
+        while _open(code) > 0 and not _is_declaration(code):
             more, said = self._divided(self._next())
             code, comment = f"{code.rstrip()}\n{more}", f"{comment}\n{said}"
         code = _UNQUOTED.sub(r'\1: "\2"', code.strip())
@@ -287,17 +289,13 @@ class _Reader:
             return
         if code.startswith("return"):
             self._return(code, comment.split("\n"))
-        elif self._is_declaration(code):
+        elif _is_declaration(code):
             self.inputs += [Input(name, annotation, comment) for name, annotation in _DECLARED.findall(code)]
         else:
             self._statement(code)
 
-    def _is_declaration(self, code: str) -> bool:
-        """Whether a line declares inputs, and is no statement with a value."""
-        return "=" not in _DECLARED.sub("", code) and bool(_DECLARED.match(code.strip()))
-
     def _comment(self, comment: str) -> None:
-        place, mark = _FILE.search(comment), _MARK.match(comment)
+        place, mark = FILE.search(comment), _MARK.match(comment)
         if place is None and "No stacktrace" not in comment:
             return
         marks = mark.groupdict() if mark else {}
@@ -381,15 +379,20 @@ class _Reader:
             case ast.Call(func=function, args=args, keywords=keywords) if path := _path(function):
                 named = {each.arg: self._value(each.value) for each in keywords if each.arg is not None}
                 return Call(path, tuple(map(self._value, args)), named)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _INFIX:
-                return Call(f"operator.{_INFIX[type(op)]}", (self._value(left), self._value(right)))
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _INFIX:
-                return Call(f"operator.{_INFIX[type(op)]}", (self._value(left), self._value(right)))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in INFIX:
+                return Call(f"operator.{INFIX[type(op)]}", (self._value(left), self._value(right)))
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in INFIX:
+                return Call(f"operator.{INFIX[type(op)]}", (self._value(left), self._value(right)))
         self.fail(f"no value of a graph: {ast.unparse(node)[:60]!r}")
 
     def _negative(self, operand: ast.expr) -> Value:
         value = self._value(operand)
         return -value if isinstance(value, int | float | complex) else Call("operator.neg", (value,))
+
+
+def _is_declaration(code: str) -> bool:
+    """Whether a line declares inputs, and is no statement with a value."""
+    return "=" not in _DECLARED.sub("", code) and bool(_DECLARED.match(code.strip()))
 
 
 def _text(annotation: ast.expr | None) -> str | None:

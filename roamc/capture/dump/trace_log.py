@@ -10,17 +10,18 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from roamc.capture.dump.prefixes import TODAY
 from roamc.errors import DumpError
 
 MOST_BYTES = 1 << 30
 """Most bytes of a log, when it is unpacked."""
 
-_HEAD = re.compile(r"^[VIWE]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\] (\{.*)$")
+_HEAD = re.compile(rf"^{TODAY}(\{{.*)$")
 _STATIC = re.compile(r"static_input_indices=\[([\d,\s]*)\]")
 _DYNAMO_INPUT = re.compile(r"\b(\w+): \"[^\"]*\"")
 
@@ -82,15 +83,15 @@ def is_log(text: str) -> bool:
     return any(_HEAD.match(line) for line in text.split("\n")[:20])
 
 
-def read(path: Path) -> tuple[Piece, ...]:
-    """Return the graphs of a log, in the sequence in which they were compiled; it may be packed by gzip.
+def read(content: str, path: Path) -> tuple[Piece, ...]:
+    """Return the graphs of a log, in the sequence in which they were compiled; ``path`` is for messages.
 
     Raises:
-        DumpError: the file cannot be read, is too long, or has no graph.
+        DumpError: an entry of the log was changed, or it has no graph.
     """
     pieces: dict[str, Piece] = {}
     earlier: list[Piece] = []
-    for line, head, payload in _entries(_lines(path), path):
+    for line, head, payload in _entries(content.split("\n"), path):
         if "frame_id" in head and "frame_compile_id" in head:
             frame = f"{head['frame_id']}/{head['frame_compile_id']}"
             piece = pieces.setdefault(frame, Piece(frame))
@@ -148,10 +149,6 @@ def _json(text: str, path: Path, number: int) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         raise DumpError(f"{path}:{number}: an entry's header is no JSON: the log was cut or changed") from None
     return value if isinstance(value, dict) else {}
-
-
-def _lines(path: Path) -> Sequence[str]:
-    return text_of(path).split("\n")
 
 
 def text_of(path: Path) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from roamc.capture.dump.text import FILE
 from roamc.compat import OpOverload
 from roamc.graph.memory import WROTE_OVER
 from roamc.operators import ops
@@ -22,7 +23,6 @@ from roamc.operators.schemas import name_of
 Line = tuple[str, int]
 """File and number of the user's line."""
 
-_FILE = re.compile(r"^\s*#.*\bFile: (.*?):(\d+)(?: in [^,]*)?, code:")
 _ASSIGNED = re.compile(r"^\s*\w+(?:\.\w+)* (\+|-|\*\*|\*|//|/|%|&|\||\^|@|<<|>>)= ")
 _PART = re.compile(r"^\s*\w+\[.*?\] = ")
 _METHOD = re.compile(r"= [\w.]*?\.(?!_)(\w*?[a-z0-9])_\(")
@@ -76,8 +76,9 @@ def _writes(lines: Sequence[str]) -> Iterator[tuple[Line, tuple[str, ...]]]:
     """(the user's line, names of the operators that it may become) of every write."""
     line: Line = "", 0
     for text in lines:
-        if place := _FILE.match(text):
-            line = place[1], int(place[2])
+        if text.lstrip().startswith("#"):
+            if place := FILE.search(text):
+                line = place["file"], int(place["line"])
         elif assigned := _ASSIGNED.match(text):
             yield line, (_NAMES[assigned[1]],)
         elif _PART.match(text):
