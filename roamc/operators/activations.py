@@ -117,8 +117,12 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """Name to function: ``aten.gelu``, that with ``approximate="tanh"``, and ``aten.silu``."""
 
-ERRORS = {torch.float32: 1.5e-6, torch.bfloat16: 2.6e-3, torch.float16: 6e-4}
-"""Dtype to the most by which slopes of any activation are off, as a part of their norm, for inputs of N(0, 1)."""
+ERRORS = {torch.float32: 4e-6, torch.bfloat16: 2.6e-3, torch.float16: 6e-4}
+"""Dtype to the most by which slopes of any activation are off, as a part of their norm, for inputs of N(0, 1).
+
+That of float32 is of processors without AVX-512, where ATen's GELU is off by up to 8 steps of a float32 at its minimum;
+with AVX-512 it is 1.5e-6.
+"""
 
 
 def write_activation_input(result: Tensor, right: Tensor, function: str, *, out: Tensor) -> None:
