@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
@@ -37,6 +37,12 @@ def schema_names() -> Iterator[tuple[str, str, str]]:
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         yield namespace, name, schema.overload_name or "default"
+
+
+def replays() -> dict[str, HigherOrderOperator]:
+    """Return torch's operators that keep a generator's state, or run a random operator with one, by name."""
+    rng_prims = importlib.import_module("torch._prims.rng_prims")
+    return {each.name(): each for each in (rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state)}
 
 
 _TABLES = threading.local()

@@ -47,7 +47,7 @@ def join(module: fx.GraphModule) -> dict[str, str]:
     stands_for: dict[str, str] = {}
     for start in starts:
         results = _results(start)
-        waits = {result: [user for user in result.users if _is_wait(user)] for result in results}
+        waits = {result: [user for user in result.users if is_wait(user)] for result in results}
         if not results or not all(waits.values()):
             raise CaptureError(f"{start.target} is never waited for in the graph; wait for it in the same function")
         for result, ends in waits.items():
@@ -83,7 +83,8 @@ def name_own_parts(graph: fx.Graph) -> dict[str, str]:
     return names
 
 
-def _is_wait(node: fx.Node) -> bool:
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a functional collective."""
     return isinstance(node.target, OpOverload) and node.target._schema.name == WAIT
 
 
@@ -137,7 +138,7 @@ def _refuse(module: fx.GraphModule) -> None:
     """Refuse the collectives that are left: nothing says when their results are there."""
     for node in module.graph.nodes:
         if node.op == "call_function" and ops.rule(node.target).asynchronous:
-            if _is_wait(node):
+            if is_wait(node):
                 raise CaptureError(
                     f"the graph waits for a collective that was started outside of it ({node.name}); wait for it "
                     "before the compiled function is called"

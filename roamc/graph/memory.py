@@ -365,8 +365,7 @@ class _Builder:
         self._scalar_edges(edges)
         self._update_edges(edges)
         self._chain(edges, lambda rule: rule.may_draw)
-        self._chain(edges, lambda rule: rule.collective)
-        self._chain(edges, lambda rule: rule.ordered)
+        self._chain(edges, lambda rule: rule.collective or rule.ordered)
         self._check_edges(edges)
         return tuple(sorted(edge for edge in edges if edge[0] != edge[1]))
 

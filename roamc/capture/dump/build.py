@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -12,13 +14,18 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from roamc import compat_aot
+from roamc import compat_aot, compat_operators
+from roamc.capture.collectives import is_wait
 from roamc.capture.dump import names
 from roamc.capture.dump.annotations import Number, Sizes, TensorType, parsed
-from roamc.capture.dump.text import INFIX, Call, Dotted, GraphText, Input, Item, Name, Origin, Statement, Value
-from roamc.compat import FakeTensorMode, OpOverload, quiet_meta
+from roamc.capture.dump.text import INFIX, Call, Dotted, GraphText, Input, Item, Name, Origin, Result, Statement, Value
+from roamc.capture.dump.unknown import HIGHER_ORDER, Unknown, picks, unknown_of, without_operators
+from roamc.compat import DynamicShapeError, FakeTensorMode, OpOverload, quiet_meta
 from roamc.errors import DumpError, nearest
 from roamc.graph.rewrite import placed_in
+from roamc.operators import ops
+from roamc.operators.random import state_bytes
+from roamc.operators.schemas import name_of
 
 MOST_RESULTS = 4_096
 """Most results of one operator: deriving the parts of a split takes time and memory for each of them."""
@@ -32,8 +39,29 @@ _PYTHON: Mapping[str, Callable[..., Any]] = {
 """Functions of sizes; none that may make a number of any length."""
 
 
+_STATE = re.compile(r"(?:fwd|bwd)_rng_state_\d+")
+"""Names of generators that Inductor hands to both halves, for dropouts that backward runs again."""
+
 _SIZES = ("sym_size", "sym_numel", "sym_stride", "sym_storage_offset")
 """Operators of ATen that give numbers."""
+
+
+_AND_SAVE, _WITH_STATE = "run_and_save_rng_state", "run_with_rng_state"
+_GRAPH_SAFE = "graphsafe_run_with_rng_state"
+_REPLAYS = (_AND_SAVE, _WITH_STATE, _GRAPH_SAFE)
+"""Higher-order operators with which torch runs a random operator again."""
+
+_LOOK_UP = "torch.ops.prims.inductor_lookup_seed.default"
+"""Picks one element, by Python's index, which asks for the GPU of a fake tensor; ``select_copy`` does not."""
+
+_WAIT = "torch.ops._c10d_functional.wait_tensor.default"
+
+
+@dataclass(frozen=True)
+class _Unsaid:
+    """A result of an unknown ``operator`` of which the file says nothing."""
+
+    operator: str
 
 
 @dataclass
@@ -45,12 +73,16 @@ class Findings:
         differences: where the two differ: "NAME is X in the file, Y by torch 2.13.0".
         dense: how many tensors have no strides in the file, and are taken to be dense.
         devices: whether some tensor has a device.
+        unknown: path of each operator that roamc does not know to how often it is called.
+        waits: how many waits there are for what no collective of the graph has started.
     """
 
     compared: int = 0
     differences: list[str] = field(default_factory=list)
     dense: int = 0
     devices: bool = False
+    unknown: Counter[str] = field(default_factory=Counter)
+    waits: int = 0
 
     def notes(self) -> Iterator[str]:
         """Yield them as a plan's notes."""
@@ -58,6 +90,14 @@ class Findings:
             yield f"the file says no strides: {self.dense} tensors are taken to be dense"
         if not self.devices:
             yield "the file says no devices: those of its constants count, else the CPU"
+        if self.unknown:
+            calls = ", ".join(f"{count} of {path}" for path, count in self.unknown.most_common(MOST_COMPARED))
+            yield (
+                f"{self.unknown.total()} calls of operators that roamc does not know ({calls}): their results are as "
+                "the file says, in memory of their own; what they take while they run is not known, and none runs again"
+            )
+        if self.waits:
+            yield f"{self.waits} waits for what no collective of the graph has started: they take no memory"
         if self.differences:
             more = len(self.differences) - MOST_COMPARED
             shown = "; ".join(self.differences[:MOST_COMPARED]) + (f"; and {more} more" if more > 0 else "")
@@ -110,6 +150,7 @@ class _Graph:
         self.moved, self.own = builder.device, device_of(text)
         self.first: dict[object, torch.Tensor] = {}
         self.line = text.line
+        self.picks = picks(text.statements)
 
     def built(self) -> fx.GraphModule:
         for position, each in enumerate(self.text.inputs):
@@ -117,10 +158,15 @@ class _Graph:
         for statement in self.text.statements:
             self.line = statement.line
             self.run(statement)
-        results = tuple(self.low(result.value) for result in self.text.results)
+        results = tuple(map(self._returned, self.text.results))
         end = self.graph.output(results)
         end.meta["desc"] = tuple(compat_aot.described(result.comment) for result in self.text.results)
         return fx.GraphModule(self.root, self.graph)
+
+    def _returned(self, result: Result) -> fx.Node | None:
+        """What the graph returns at one place: None for a size, which takes no memory."""
+        value = self.low(result.value)
+        return value if isinstance(value, fx.Node) else None
 
     def fail(self, reason: str) -> NoReturn:
         raise DumpError(f"{self.file}:{self.line}: {reason}")
@@ -131,6 +177,8 @@ class _Graph:
         if isinstance(said, Number):
             self.env[each.name] = said.value
             return
+        if said is None and _STATE.fullmatch(each.name):
+            said = TensorType("u8", (state_bytes(self.moved or self.own),), (1,), "cpu")
         if said is None:
             self.fail(f"input {each.name} has no shape" + (f": {each.annotation[:60]!r}" if each.annotation else ""))
         value = self.values.get(each.name)
@@ -151,20 +199,25 @@ class _Graph:
             return placed_in(value, first.untyped_storage(), value.device)
 
     def run(self, statement: Statement) -> None:
-        said = parsed(statement.annotation, self.sizes, self.line)
         if statement.name:
             self._new_name(statement.name)
+        match statement.value:
+            case Call(path=path, args=args, kwargs=kwargs) if path in _PYTHON and not kwargs:
+                self.env[statement.name] = self._number(path, args)
+                return
+        said = parsed(statement.annotation, self.sizes, self.line)
         if isinstance(said, Number):
             self.env[statement.name] = said.value
             return
         match statement.value:
             case Item(value=Name(name=source), index=index):
                 node = self.pick(source, index)
-            case Call(path=path, args=args, kwargs=kwargs) if path in _PYTHON and not kwargs:
-                self.env[statement.name] = self._number(path, args)
+            case Call(path=path, args=(Name(name=source),)) if path == _WAIT and not self._starts(source):
+                self.findings.waits += 1
+                self.env[statement.name] = self.low(Name(source))
                 return
             case Call() as call:
-                node = self.call(call)
+                node = self.call(call, statement.name, said)
             case Dotted(path=path) if path.startswith("self."):
                 node = self.constant(path, said)
             case Name() | int() | float() | bool() as value:
@@ -195,6 +248,8 @@ class _Graph:
         results = several.meta["val"] if isinstance(several, fx.Node) else None
         if not isinstance(results, tuple | list) or not -len(results) <= index < len(results):
             self.fail(f"{source} has no result {index}")
+        if results[index] is None and isinstance(several.target, Unknown):
+            return _Unsaid(name_of(several.target))
         if not isinstance(results[index], torch.Tensor):
             return results[index]
         node = self.graph.call_function(operator.getitem, (several, index))
@@ -212,24 +267,83 @@ class _Graph:
         node.meta["val"] = value
         return node
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: Call, name: str, said: TensorType | None) -> Any:
+        if call.path.startswith(HIGHER_ORDER) and call.path.removeprefix(HIGHER_ORDER) in _REPLAYS:
+            return self._replayed(call)
         target = names.operator_of(call.path)
         if target is None:
-            self.fail(f"unknown operator {call.path[:80]!r}; roamc plans those of ATen, prims and _c10d_functional")
+            return self._unknown(call, name, said)
         args, kwargs = self.low(tuple(call.args)), self.low(dict(call.kwargs))
+        if call.path == _LOOK_UP and len(args) == 2:
+            target, args = torch.ops.aten.select_copy.int, (args[0], 0, args[1])
         fakes, named = (fx.map_arg(each, lambda node: node.meta["val"]) for each in (args, kwargs))
         if target.namespace == "aten" and target._opname in _SIZES:
             return self._derived(target, fakes, named)
         self._check_results(target, fakes, named)
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = self._derived(target, fakes, named)
+        node.meta["val"] = self._derived(target, fakes, named, said)
         return node
 
-    def _derived(self, target: OpOverload, args: Any, kwargs: Any) -> Any:
+    def _unknown(self, call: Call, name: str, said: TensorType | None) -> Any:
+        """A call of an operator that no table has: its results are what the file says of them."""
+        target = unknown_of(call)
+        if target is None:
+            self.fail(f"unknown operator {call.path[:80]!r}: torch {torch.__version__} has none of this name")
+        self.findings.unknown[name_of(target)] += 1
+        args, kwargs = (self.low(without_operators(each)) for each in (tuple(call.args), dict(call.kwargs)))
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = self._declared(name, said)
+        return _Unsaid(name_of(target)) if node.meta["val"] is None else node
+
+    def _declared(self, name: str, said: TensorType | None) -> Any:
+        """A tensor as ``said``; else the results that are picked, None for one of which nothing is said."""
+        if said is not None:
+            return self.tensor(said)
+        picked = self.picks.get(name, {})
+        if not all(0 <= index < MOST_RESULTS for index in picked):
+            self.fail(f"{name} has more than {MOST_RESULTS} results")
+        parts = {index: parsed(each.annotation, self.sizes, self.line) for index, each in picked.items()}
+        results = [parts.get(index) for index in range(max(parts, default=-1) + 1)]
+        values = [each.value if isinstance(each, Number) else each and self.tensor(each) for each in results]
+        return tuple(values) or None
+
+    def _replayed(self, call: Call) -> Any:
+        """A random operator whose generator's state is kept, or that runs again with one."""
+        kind, args, kwargs = call.path.removeprefix(HIGHER_ORDER), list(call.args), dict(call.kwargs)
+        state = kwargs.pop("rng_state", None) if kind == _GRAPH_SAFE else args.pop(0) if kind == _WITH_STATE else None
+        inner = args.pop(0) if args else None
+        target = names.operator_of(inner.path) if isinstance(inner, Dotted) else None
+        if target is None:
+            self.fail(f"{call.path} without an operator that roamc knows")
+        if kind == _GRAPH_SAFE and isinstance(state, Name) and state.name.startswith("fwd"):
+            return self.call(Call(inner.path, tuple(args), kwargs), "", None)
+        lowered, named = self.low(tuple(args)), self.low(kwargs)
+        value = self._derived(target, *(fx.map_arg(each, lambda node: node.meta["val"]) for each in (lowered, named)))
+        replays = compat_operators.replays()
+        if state is not None:
+            node = self.graph.call_function(replays[_WITH_STATE], (self.low(state), target, *lowered), named)
+            node.meta["val"] = value
+            return node
+        node = self.graph.call_function(replays[_AND_SAVE], (target, *lowered), named)
+        with self.mode:
+            node.meta["val"] = torch.empty(state_bytes(self.moved or self.own), dtype=torch.uint8), value
+        return node
+
+    def _starts(self, source: str) -> bool:
+        """Whether a value is what a collective of the graph has started."""
+        node = self.env.get(source)
+        if isinstance(node, fx.Node) and node.target is operator.getitem:
+            node = node.all_input_nodes[0]
+        return isinstance(node, fx.Node) and not is_wait(node) and ops.rule(node.target).collective
+
+    def _derived(self, target: OpOverload, args: Any, kwargs: Any, said: TensorType | None = None) -> Any:
+        """The result by torch, or as ``said`` where its size depends on data, or torch has no code for it here."""
         try:
             with self.mode, torch.no_grad(), quiet_meta():
                 return target(*args, **kwargs)
         except Exception as error:  # whatever a kernel on fake tensors raises
+            if said is not None and (isinstance(error, DynamicShapeError) or target.namespace != "aten"):
+                return self.tensor(said)
             reason = str(error).partition("\n")[0][:200]
             self.fail(f"{target} refuses its arguments: {reason or type(error).__name__}")
 
@@ -253,6 +367,8 @@ class _Graph:
             case Name(name=name):
                 if name not in self.env:
                     self.fail(f"{name} was never made: lines are missing in front{nearest(name, self.env, 0.9)}")
+                if isinstance(self.env[name], _Unsaid):
+                    self.fail(f"the file does not say which shape {name} has, a result of {self.env[name].operator}")
                 return self.env[name]
             case Dotted(path=path):
                 if path not in names.CONSTANTS:

@@ -15,7 +15,7 @@ from roamc.capture import joint
 from roamc.capture.dump import calls, phases, prefixes, text, trace_log, writes
 from roamc.capture.dump.annotations import Sizes
 from roamc.capture.dump.build import Builder, device_of
-from roamc.capture.dump.recognise import logs_in
+from roamc.capture.dump.recognise import logs_in, printed_in
 from roamc.capture.dump.text import GraphText
 from roamc.errors import DumpError, RoamcError
 from roamc.graph import Port, TrainGraph
@@ -65,7 +65,12 @@ def read(target: str) -> tuple[Dump, ...]:
     path = Path(target)
     if not path.is_dir():
         return _ranked(of_file(path))
-    return _ranked([dump for each in _of_one_rank(logs_in(path)) for dump in of_file(each)])
+    logs = logs_in(path)
+    return _ranked([dump for each in _of_one_rank(logs) for dump in of_file(each)] if logs else _of_printed(path))
+
+
+_HALF = re.compile(r"_(?:forward|backward|inference)_[\d.]+$")
+"""What Inductor puts behind the name of a graph: which half of it a folder has, and numbers of its own."""
 
 
 def _of_one_rank(logs: Sequence[Path]) -> Sequence[Path]:
@@ -115,6 +120,20 @@ def _of_piece(path: Path, piece: trace_log.Piece) -> Dump:
     if whole is not None:
         return dump
     return _in_halves(dump, graphs.get("aot_forward_graph"), graphs.get("aot_backward_graph"))
+
+
+def _of_printed(folder: Path) -> list[Dump]:
+    """The steps whose halves Inductor has printed, each half into a folder of its own."""
+    steps: dict[Path, list[GraphText]] = {}
+    for file in printed_in(folder):
+        lines = prefixes.without_prefixes(trace_log.text_of(file))
+        graphs = steps.setdefault(file.parent.parent / _HALF.sub("", file.parent.name), [])
+        graphs += text.graphs(lines, str(file))
+    whole = {path: graphs for path, graphs in steps.items() if not all(each.has_tangents for each in graphs)}
+    dumps = [replace(dump, piece=path.name) for path, graphs in whole.items() for dump in _of_text(path, graphs)]
+    if not dumps:
+        raise DumpError(f"{folder}: {len(steps)} backwards without the forward that saves their inputs")
+    return dumps
 
 
 def _only(path: Path, content: str, line: int) -> GraphText:
@@ -249,7 +268,7 @@ def _halves(builder: Builder, dump: Dump, shared: Mapping[int, object]) -> tuple
     assert dump.backward is not None
     forward = builder.module(dump.forward, shared)
     values = {node.name: node.meta["val"] for node in forward.graph.nodes if "val" in node.meta}
-    saved = [each for each in dump.backward.inputs if not each.name.startswith(phases.TANGENTS)]
+    saved = [each for each in dump.backward.inputs if not each.name.startswith((phases.TANGENTS, "bwd_rng_state"))]
     outputs = len(dump.forward.results) - len(saved)
     if outputs < 0:
         raise DumpError(f"{dump.path}: backward reads {len(saved)} values, more than forward returns")

@@ -18,9 +18,14 @@ def _logs(folder: Path) -> Iterator[Path]:
     return (each for each in folder.rglob("*.log*") if each.is_file() and each.name.endswith((".log", ".log.gz")))
 
 
+def printed_in(folder: Path) -> list[Path]:
+    """Return the graphs that Inductor has printed in the folders of ``folder``, by name."""
+    return sorted(folder.rglob(PRINTED))
+
+
 def is_dump(target: str) -> bool:
     """Whether ``target`` is a file or folder that may have graphs: not of a model, a plan or a program."""
     path = Path(target)
     if path.is_dir():
-        return not (path / "config.json").exists() and any(True for _ in _logs(path))
+        return not (path / "config.json").exists() and any(True for _ in (*_logs(path), *path.rglob(PRINTED)))
     return path.is_file() and (path.suffix not in (".json", ".py") or path.name == PRINTED)

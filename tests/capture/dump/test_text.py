@@ -131,7 +131,7 @@ WRONG = {
     "print(graph)": ("graph():\n    %x : [num_users=1] = placeholder[target=x]\n", "print gm.print_readable"),
     "a line twice": (CLASS.replace("    relu: ", TWICE), "mm is there twice"),
     "a line is missing": (re.sub(r".* mm: .*\n", "", CLASS), "mm was never made"),
-    "another operator": (instead("torch.ops.mylib.fast_relu.default(mm)"), "unknown operator"),
+    "another operator": (instead("torch.ops.aten.fast_relu.default(mm)"), "unknown operator"),
     "a shape that cannot be": (CLASS.replace('primals_2: "f32[16', 'primals_2: "f32[15'), "refuses its arguments"),
     "a dtype of another world": (CLASS.replace('primals_1: "f32', 'primals_1: "f33'), "unknown dtype"),
     "a library": (instead("torch.ops.load_library('x.so')"), "unknown operator"),

@@ -318,9 +318,7 @@ def test_a_plan_from_a_file_needs_the_name() -> None:
     options = parse_options({"memory_budget": "light", "codecs": "tempo"})
     plan = Plan.from_json(search.run(step_graph(mlps(), tokens()), options).plan.to_json())
     assert search.run(step_graph(mlps(), tokens()), options, plan).plan.decisions == plan.decisions
-    with pytest.raises(
-        roamc.RoamcError, match=r"is kept by codec 'tempo', which has an error of 4e-06: allow it with"
-    ):
+    with pytest.raises(roamc.RoamcError, match=r"is kept by codec 'tempo', which has an error of 4e-06: allow it with"):
         search.run(step_graph(mlps(), tokens()), Options(memory_budget="light"), plan)
 
 
