@@ -312,11 +312,12 @@ class _Graph:
         kind, args, kwargs = call.path.removeprefix(HIGHER_ORDER), list(call.args), dict(call.kwargs)
         state = kwargs.pop("rng_state", None) if kind == _GRAPH_SAFE else args.pop(0) if kind == _WITH_STATE else None
         inner = args.pop(0) if args else None
-        target = names.operator_of(inner.path) if isinstance(inner, Dotted) else None
+        path = inner.path if isinstance(inner, Dotted) else ""
+        target = names.operator_of(path)
         if target is None:
             self.fail(f"{call.path} without an operator that roamc knows")
         if kind == _GRAPH_SAFE and isinstance(state, Name) and state.name.startswith("fwd"):
-            return self.call(Call(inner.path, tuple(args), kwargs), "", None)
+            return self.call(Call(path, tuple(args), kwargs), "", None)
         lowered, named = self.low(tuple(args)), self.low(kwargs)
         value = self._derived(target, *(fx.map_arg(each, lambda node: node.meta["val"]) for each in (lowered, named)))
         replays = compat_operators.replays()
