@@ -29,7 +29,7 @@ class Unknown:
         self.__module__, self.__name__, self.__qualname__ = namespace, name, name
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"{self.__module__}.{self.__name__} has a name and no code")
+        raise TypeError(f"{self.__module__}.{self.__name__} has a name and no code")
 
 
 @functools.cache
