@@ -40,7 +40,7 @@ def test_a_command_whose_reader_is_gone_ends_quietly(
         monkeypatch.setattr(sys, "stderr", sys.stderr)  # typer wraps both, and they stay so
         monkeypatch.setattr(sys, "stdout", stdout)
         with pytest.raises(SystemExit) as end:
-            commands.main()
+            commands.app(prog_name="roamc")
         os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # what a buffer may hold still
     assert end.value.code == 141
     assert capfd.readouterr().err == ""

@@ -13,9 +13,9 @@ from roamc.cli.zoo import DTYPES, RECIPES
 
 PROGRAM = """
 import sys
-from roamc.cli.commands import main
+from roamc.cli.commands import app
 try:
-    main()
+    app(prog_name="roamc")
 except SystemExit as end:
     print(end.code, "torch" in sys.modules)
 """
