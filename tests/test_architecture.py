@@ -19,6 +19,7 @@ FLOOR = tuple(
             "budget",
             "compat",
             "compat_aot",
+            "compat_autocast",
             "compat_dtensor",
             "compat_dynamo",
             "compat_eager",
@@ -118,6 +119,7 @@ COMPAT = (
         f"roamc.compat_{of}"
         for of in (
             "aot",
+            "autocast",
             "dtensor",
             "dynamo",
             "eager",

@@ -1,9 +1,9 @@
 """A step that was captured on a CPU, as it is on a GPU that need not be there.
 
 Autograd over fake tensors of CUDA ends the process where torch is built without CUDA. So a step is traced on a CPU,
-with the attention of a GPU (see :mod:`roamc.capture.cuda_attention`), and every result of the finished graph is derived
-once more from inputs on the GPU, operator by operator and without autograd. Where torch has CUDA the road is the same,
-and so is the plan.
+with the attention and the autocast of a GPU (see :mod:`roamc.capture.cuda_attention` and :mod:`roamc.compat_autocast`),
+and every result of the finished graph is derived once more from inputs on the GPU, operator by operator and without
+autograd. Where torch has CUDA the road is the same, and so is the plan.
 
 Tensors made inside the step are made on the GPU, and tensors that the step reads from outside lie there. Tensors of no
 dimension that the step writes as ``torch.tensor(2.5)`` stay on the CPU, as in eager: operators on a GPU take such
@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
 
+from roamc import compat_autocast
 from roamc.capture import cuda_attention
 from roamc.capture.device_mode import DeviceMode
 from roamc.compat import OpOverload, identity
@@ -65,29 +64,18 @@ def device_of(text: str, name: str = "--device") -> torch.device:
     return CPU if check_device(text, name) == "cpu" else torch.device("cuda", 0)
 
 
+def built_for(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager: inside, a model may make the ``torch.autocast`` of its steps for ``device``."""
+    return contextlib.nullcontext() if device.type == "cpu" else compat_autocast.enabled_for_cuda()
+
+
 @contextlib.contextmanager
 def traced_for(device: torch.device) -> Iterator[None]:
-    """While inside, a step that this thread traces on a CPU has operators that :func:`moved` can take to ``device``.
-
-    Raises:
-        CaptureError: this thread enables ``torch.autocast("cuda")``, which leaves tensors of the CPU as they are.
-    """
-    if device.type == "cpu":
-        yield
-        return
-    original_init, thread = torch.autocast.__init__, threading.get_ident()
-
-    def checked(
-        self: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
-    ) -> None:
-        if device_type != "cpu" and enabled and threading.get_ident() == thread:
-            raise CaptureError(
-                f"the step runs under torch.autocast({device_type!r}), and it is traced on a CPU before it is planned "
-                "for a GPU: give the model and the batch their dtype instead, such as model.to(torch.bfloat16)"
-            )
-        original_init(self, device_type, dtype, enabled, cache_enabled)
-
-    with cuda_attention.on_cuda(), mock.patch.object(torch.autocast, "__init__", checked):
+    """While inside, a step that this thread traces on a CPU has operators that :func:`moved` can take to ``device``."""
+    with contextlib.ExitStack() as stack:
+        if device.type != "cpu":
+            stack.enter_context(cuda_attention.on_cuda())
+            stack.enter_context(compat_autocast.on_cuda())
         yield
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from roamc.cli.models import DTYPE_NAMES, TASK_NAMES
+from roamc.cli.models import AUTOCAST_NAMES, DTYPE_NAMES, TASK_NAMES
 from roamc.gpus import GPUS
 
 Target = Annotated[
@@ -32,6 +32,21 @@ Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
 Vocab = Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help=f"One of {', '.join(DTYPE_NAMES)}. Default: the configuration's.")
+]
+Autocast = Annotated[
+    str | None,
+    typer.Option(
+        "--autocast",
+        metavar="|".join(AUTOCAST_NAMES),
+        help="Run forward and loss under torch.autocast; weights are float32 unless --dtype says otherwise.",
+    ),
+]
+Checkpointing = Annotated[
+    bool,
+    typer.Option(
+        "--gradient-checkpointing",
+        help="Call gradient_checkpointing_enable() of a transformers model: each layer is recomputed in backward.",
+    ),
 ]
 Task = Annotated[
     str | None,
@@ -169,6 +184,9 @@ class Request:
         gpu: the GPU that the step is to fit, as the option of that name; None for none.
         profile: the device profile that times are predicted with, as the option of that name; None for that option. For
             a GPU without either it is :data:`roamc.cost.GENERIC`, so that every machine makes the same plan.
+        autocast: key of :data:`roamc.cli.models.AUTOCAST_NAMES`, of the autocast that forward and loss run under; None
+            for none.
+        gradient_checkpointing: whether each layer of a transformers model is a checkpoint.
         mesh: the ranks to plan for, such as "dp=1,pp=8,tp=8"; None for one.
         tp_plan: how ``tp`` splits layers, each as ``pattern=word``; empty for the model's own way.
         stage: number of the pipeline's stage, from 0; None for the first.
@@ -189,6 +207,8 @@ class Request:
     device: str = "cpu"
     gpu: str | None = None
     profile: str | None = None
+    autocast: str | None = None
+    gradient_checkpointing: bool = False
     mesh: str | None = None
     tp_plan: tuple[str, ...] = ()
     stage: int | None = None
@@ -217,8 +237,9 @@ def _asked(
     heads: Heads = None, vocab: Vocab = None, dtype: Dtype = None, task: Task = None, lora: Lora = None,
     sets: Sets = None, piece: Piece = None, optimizer: Optimizer = None, forward_backward: Halves = False,
     meta: Meta = False, clip_grad_norm: Clip = None, memory_budget: Limit = None, option: Others = None,
-    device: Device = None, gpu: Gpu = None, profile: Profile = None, mesh: Ranks = None,
-    tp_plan: TpPlan = None, stage: StageNumber = None,
+    device: Device = None, gpu: Gpu = None, profile: Profile = None, autocast: Autocast = None,
+    gradient_checkpointing: Checkpointing = False, mesh: Ranks = None, tp_plan: TpPlan = None,
+    stage: StageNumber = None,
 ) -> Asked:  # fmt: skip
     request = Request(
         target,
@@ -234,6 +255,8 @@ def _asked(
         device=device or ("cpu" if gpu is None else "cuda"),
         gpu=gpu,
         profile=profile,
+        autocast=autocast,
+        gradient_checkpointing=gradient_checkpointing,
         mesh=mesh,
         tp_plan=tuple(tp_plan or ()),
     )

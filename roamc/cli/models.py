@@ -14,6 +14,9 @@ Settings = Mapping[str, Setting]
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64")
 
+AUTOCAST_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+"""What ``--autocast`` takes, and the dtype that it means."""
+
 TASK_NAMES = (
     "seq2seq-lm", "masked-lm", "causal-lm", "image-classification", "sequence-classification", "token-classification",
     "question-answering",

@@ -12,13 +12,16 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
+
 from roamc import ticker
 from roamc.budget import parse_budget
 from roamc.capture.dump.recognise import is_dump
-from roamc.capture.moved import device_of
+from roamc.capture.moved import built_for, device_of
 from roamc.cli import configs, dumps, zoo
 from roamc.cli.asked import Request
-from roamc.cli.models import MODELS, is_function, is_path, settings_of
+from roamc.cli.models import AUTOCAST_NAMES, MODELS, is_function, is_path, settings_of
 from roamc.cli.stages import StagePlan
 from roamc.cli.words import NO_OPTIMIZER, check_optimizer, options_in, settings_in, settings_of_optimizer
 from roamc.codegen.source import emit
@@ -229,7 +232,7 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
         start = time.perf_counter()
         graph = devices.noted(dumps.graph_in(request), options, dumps.device_in(request))
         return graph, time.perf_counter() - start
-    with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+    with redirect_stdout(sys.stderr), built_for(device_of(request.device)):  # what users' code prints is no answer
         workload = on_mesh(workload_of(request), mesh)
     say(f"capturing {workload.name}")
     start = time.perf_counter()
@@ -356,7 +359,8 @@ def workload_of(request: Request) -> Workload:
     if is_function(request.target):
         workload = from_file(request.target, settings, meta=request.meta)
     elif request.target not in MODELS and is_path(request.target):
-        workload = configs.make(request.target, settings)
+        own = {} if request.autocast is None else {"dtype": "float32"}
+        workload = configs.make(request.target, {**own, **settings})
     else:
         workload = zoo.make(request.target, settings)
     if workload.optimizer is not None and request.optimizer is not None:
@@ -367,7 +371,42 @@ def workload_of(request: Request) -> Workload:
         workload = dataclasses.replace(workload, optimizer=make, optimizer_name=name)
     if request.tp_plan:
         workload = dataclasses.replace(workload, tp_plan=_tp_plan(request))
-    return workload
+    if request.gradient_checkpointing:
+        workload = _checkpointed(workload)
+    return workload if request.autocast is None else _under_autocast(workload, request.autocast)
+
+
+def _checkpointed(workload: Workload) -> Workload:
+    """The workload with a checkpoint around each layer of its model.
+
+    Raises:
+        OptionError: the model has no checkpoints of its own.
+    """
+    model = workload.model
+    enable = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))
+    try:
+        if enable is None:
+            raise ValueError(f"{type(model).__name__} has no gradient checkpointing of its own")
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise OptionError(f"{reason}: give a --memory-budget, and leave --gradient-checkpointing out") from None
+    note = "each layer is a checkpoint (gradient checkpointing), and eager's peak is that with them"
+    return dataclasses.replace(workload, notes=(*workload.notes, note))
+
+
+def _under_autocast(workload: Workload, name: str) -> Workload:
+    """The workload with its loss under ``torch.autocast``, of CUDA where it is planned for a GPU."""
+    loss_fn, dtype = workload.loss_fn, AUTOCAST_NAMES[name]
+    assert loss_fn is not None  # models of the command line have one
+
+    @functools.wraps(loss_fn)
+    def run(model: nn.Module, *batch: Any, **named: Any) -> torch.Tensor:
+        with torch.autocast("cpu", getattr(torch, dtype)):
+            return loss_fn(model, *batch, **named)
+
+    note = f"forward and loss run under autocast to {dtype}"
+    return dataclasses.replace(workload, loss_fn=run, notes=(*workload.notes, note))
 
 
 def _tp_plan(request: Request) -> dict[str, str]:

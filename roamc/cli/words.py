@@ -13,7 +13,7 @@ from typing import Any
 from roamc.budget import parse_budget
 from roamc.capture.dump.recognise import is_dump
 from roamc.cli.asked import Asked, Request
-from roamc.cli.models import MODELS, check_task, checked, is_function, is_path
+from roamc.cli.models import AUTOCAST_NAMES, MODELS, check_task, checked, is_function, is_path
 from roamc.errors import OptionError, nearest
 from roamc.gpus import gpu_of
 from roamc.options import parse_options
@@ -60,6 +60,7 @@ def check_words(asked: Asked) -> None:
         if request.device == "cpu":
             raise OptionError(f"--gpu {request.gpu} plans for a GPU, and --device cpu for a CPU: leave one of them out")
     check_optimizer(request.optimizer)
+    _check_autocast(request)
     parse_options({name: value for name, value in options_in(request).items() if name not in NEED_TORCH})
     if is_dump(request.target):
         needing = next((option for name, option in asked.given.items() if name not in WITHOUT_MODEL), None)
@@ -72,6 +73,23 @@ def check_words(asked: Asked) -> None:
         checked(request.target, settings_in(request))
     elif not is_function(request.target):
         check_task(settings_in(request).get("task"))
+
+
+def _check_autocast(request: Request) -> None:
+    """Refuse a dtype that no autocast has, and what a function of a file has to do itself."""
+    name = request.autocast
+    if name is not None and name not in AUTOCAST_NAMES:
+        raise OptionError(f"--autocast takes {' or '.join(AUTOCAST_NAMES)}, not {name!r}")
+    if is_function(request.target) and name is not None:
+        raise OptionError(
+            f"{request.target} runs its own model: call it under torch.autocast({request.device!r}, "
+            f"torch.{AUTOCAST_NAMES[name]}) in loss_fn or forward, and leave --autocast out"
+        )
+    if is_function(request.target) and request.gradient_checkpointing:
+        raise OptionError(
+            f"{request.target} makes its own model: call model.gradient_checkpointing_enable() or "
+            "torch.utils.checkpoint in it, and leave --gradient-checkpointing out"
+        )
 
 
 def check_optimizer(name: str | None) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from roamc import compat, ticker
 from roamc.budget import total_bytes
+from roamc.capture.moved import built_for
 from roamc.errors import CaptureError, OptionError
 from roamc.frontends import devices, workload
 from roamc.frontends.largest import Fit, Largest
@@ -68,7 +69,7 @@ def max_batch(
     check_sizes(smallest, largest)
 
     def captured(size: int) -> TrainGraph:
-        with torch.device("meta"):
+        with torch.device("meta"), built_for(planned_for):
             returned = make(size)
         return devices.noted(_captured(returned, forward_backward, planned_for), parsed, planned_for)
 

@@ -215,11 +215,6 @@ def no_fake_kernel(x: Tensor, part: Tensor) -> Tensor:
     return torch.geqrf(x.detach())[0] + x
 
 
-def under_autocast(x: Tensor, part: Tensor) -> Tensor:
-    with torch.autocast("cuda", dtype=HALF):
-        return x @ part.t()
-
-
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -232,7 +227,6 @@ def under_autocast(x: Tensor, part: Tensor) -> Tensor:
             no_fake_kernel,
             r"aten.geqrf.default \(test_moved.py:\d+\) cannot be planned for cuda: torch has no fake kernel",
         ),
-        (under_autocast, r"under torch.autocast\('cuda'\), and it is traced on a CPU .*: give the model"),
     ],
 )
 def test_what_cannot_go_there_is_refused_by_name(function: Callable[..., Tensor], said: str) -> None:
@@ -240,27 +234,105 @@ def test_what_cannot_go_there_is_refused_by_name(function: Callable[..., Tensor]
         of(function)
 
 
-def test_autocast_that_is_not_enabled_and_that_of_other_threads_go_through() -> None:
-    def off(x: Tensor, part: Tensor) -> Tensor:
-        with torch.autocast("cuda", enabled=False):
-            return x * 2
+class ByHand(nn.Module):
+    """A layer with a norm, whose products are in bfloat16 and the rest in float32."""
 
-    def on() -> str:
-        with warnings.catch_warnings(action="ignore"):  # there may be no GPU
-            return torch.autocast("cuda", dtype=HALF).device
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
 
-    assert "aten.mul.Tensor" in targets(of(off))
+    def forward(self, x: Tensor) -> Tensor:
+        up = F.linear(self.norm(x).to(HALF), self.up.weight.to(HALF), self.up.bias.to(HALF))
+        down = F.linear(F.gelu(up), self.down.weight.to(HALF), self.down.bias.to(HALF))
+        return x + down.float().softmax(-1)
+
+
+class ByAutocast(ByHand):
+    """The same by autocast; ``make`` makes the context manager when it is called with the input."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.make(x):
+            return x + self.down(F.gelu(self.up(self.norm(x)))).softmax(-1)
+
+
+@pytest.mark.parametrize("step", [True, False], ids=["step", "joint"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.autocast("cuda", dtype=HALF),
+        lambda x: torch.amp.autocast(device_type=x.device.type, dtype=HALF),
+    ],
+    ids=["cuda", "device of the input"],
+)
+def test_autocast_is_cudas_and_has_the_peak_of_casts_by_hand(make: Callable[[Tensor], Any], step: bool) -> None:
+    """A CPU's leaves softmax in bfloat16 up to its end, and casts no norm."""
+    batch = (torch.randn(128, 64),)
+    graphs = [on_gpu(model, batch, total, step=step) for model in (ByAutocast(make), ByHand())]
+    by_autocast, by_hand = (
+        sorted((name_of(n.target), str(t.dtype)) for n in operators(g.graph) for _, t in tensors_of(n)) for g in graphs
+    )
+    assert by_autocast == by_hand
+    plans = [search.run(graph, Options(profile="h100")).plan for graph in graphs]
+    assert plans[0].peak_bytes == plans[1].peak_bytes
+    assert plans[0].baseline_bytes == plans[1].baseline_bytes
+    check_graph(graphs[0], "capture", deep=True)
+
+
+def test_weight_is_cast_once_while_an_autocast_is_on_and_again_in_the_next() -> None:
+    def casts(**settings: Any) -> int:
+        def twice(x: Tensor, part: Tensor) -> Tensor:
+            for _ in range(2):
+                with torch.autocast("cuda", dtype=HALF, **settings):
+                    x = x @ model.weight + x @ model.weight
+            return x
+
+        model = Module(twice)
+        graph = on_gpu(model, (torch.randn(4, 8),), total)
+        weights = (n.meta["val"] for n in operators(graph.graph) if n.target is aten._to_copy.default)
+        return sum(weight.dtype is HALF and weight.shape == (8, 8) for weight in weights)
+
+    assert (casts(), casts(cache_enabled=False)) == (2, 4)
+
+
+def test_autocast_says_of_both_devices_what_it_is() -> None:
+    """As models of transformers ask before they turn it off for the angles of positions."""
+
+    def off_inside(x: Tensor, part: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=HALF):
+            assert torch.is_autocast_enabled(x.device.type)
+            assert torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype(x.device.type) is HALF
+            with torch.autocast(x.device.type, enabled=False):
+                assert not torch.is_autocast_enabled("cuda")
+                return x @ part.t()
+
+    graph = of(off_inside)
+    assert {t.dtype for n in operators(graph.graph) for _, t in tensors_of(n)} == {torch.float32}
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_autocast_around_a_plan_is_that_of_the_gpu() -> None:
+    def norm(x: Tensor, part: Tensor) -> Tensor:
+        return (x @ part.t()).exp()
+
+    with torch.autocast("cpu", dtype=HALF):
+        graph = of(norm, step=False)
+        assert torch.is_autocast_enabled("cpu")
+    exp = next(node for node in operators(graph.graph) if node.target is aten.exp.default)
+    assert exp.meta["val"].dtype is torch.float32
+
+
+def test_autocast_of_other_threads_stays_torchs() -> None:
+    def on() -> tuple[bool, bool]:
+        with warnings.catch_warnings(action="ignore"), torch.autocast("cuda", dtype=HALF):  # there may be no GPU
+            return torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+
     with traced_for(GPU), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(on).result() == "cuda"
-
-
-def test_cpu_autocast_goes_through() -> None:
-    def cast(x: Tensor, part: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=HALF):
-            return x @ part.t()
-
-    assert "aten.mm.default" in targets(of(cast))
-    assert torch.autocast("cpu", dtype=HALF).device == "cpu"
+        assert pool.submit(on).result() == (torch.cuda.is_available(), False)
 
 
 def test_device_is_named_in_the_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import roamc
 from roamc.cli import configs
@@ -135,6 +137,37 @@ def test_adapters_are_those_of_peft_and_nothing_else_is_trained(kind: str, tmp_p
     assert any(note.endswith(f"LoRA with {text}") for note in plan.notes)
 
 
+def test_autocast_is_that_of_a_loss_under_it_and_weights_are_in_float32(tmp_path: Path) -> None:
+    kind = "grouped queries with bias"  # in bfloat16 by itself
+    path = written(tmp_path, kind)
+    plan = answer(Request(path, sizes={"batch": BATCH, "seq": SEQ}, autocast="bf16", gpu="h100", device="cuda")).plan
+    model, batch = built(kind)
+    model = model.float()
+
+    def loss(model: nn.Module, **named: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(**named).loss  # type: ignore[no-any-return]
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wanted = roamc.plan(model.train(), **batch, loss_fn=loss, optimizer=optimizer, gpu="h100")
+    assert (plan.peak_bytes, plan.baseline_bytes) == (wanted.peak_bytes, wanted.baseline_bytes)
+    assert plan.fixed_bytes == wanted.fixed_bytes
+    assert plan.fixed_bytes["parameter"] == 4 * sum(each.numel() for each in model.parameters())
+    assert "forward and loss run under autocast to bfloat16" in plan.notes
+
+
+def test_gradient_checkpointing_is_that_of_transformers_and_eagers_peak_has_it(tmp_path: Path) -> None:
+    path = written(tmp_path, "dense")
+    plan = answer(Request(path, sizes={"batch": BATCH, "seq": SEQ}, gradient_checkpointing=True)).plan
+    model, batch = built("dense")
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    wanted = by_hand(model, batch)
+    assert (plan.peak_bytes, plan.baseline_bytes) == (wanted.peak_bytes, wanted.baseline_bytes)
+    assert plan.baseline_bytes < from_file(path).baseline_bytes
+    assert any("eager's peak is that with them" in note for note in plan.notes)
+
+
 def test_settings_override_the_configuration(tmp_path: Path) -> None:
     path = written(tmp_path / "llama", "dense")
     one = configs.make(str(tmp_path / "llama"), {"layers": 1, "vocab": 64, "seq": 8, "batch": 3, "dtype": "bfloat16"})
@@ -234,6 +267,10 @@ FAULTS: dict[str, tuple[Any, list[str], str]] = {
     "dtype": (LLAMA, ["--dtype", "bfloat"], "float16, float64, not 'bfloat'"),
     "its dtype": ({**LLAMA, "dtype": "int8"}, [], "float16, float64, not 'int8'"),
     "places": (LLAMA, ["--seq", "4096"], "seq 4096 is above the 2048 places of "),
+    "checkpoints": (
+        {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}, ["--gradient-checkpointing"],
+        "ResNetForImageClassification does not support ",
+    ),
     "adapters": (LLAMA, ["--lora", "rank=4"], "--lora takes r=16,targets=q_proj,v_proj,alpha=32,dropout=0.05, not 'ra"),
     "rank": (LLAMA, ["--lora", "r=0"], "--lora: r must be a whole number from 1, not '0'"),
     "dropout": (LLAMA, ["--lora", "dropout=1"], "--lora: dropout must be a number from 0 up to but not 1, not '1'"),

@@ -39,6 +39,15 @@ class Attention(nn.Module):
 def make(width=64):
     return Attention(width).bfloat16(), torch.zeros(2, 32, width, dtype=torch.bfloat16), lambda m, x: m(x).float().sum()
 
+context = torch.autocast("cuda", dtype=torch.bfloat16)
+
+def under_autocast(width=64):
+    def loss(model, x):
+        with context:
+            return model(x).sum()
+
+    return nn.Linear(width, width, bias=False), torch.zeros(32, width), loss
+
 class OnCpu(nn.Linear):
     def forward(self, x):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(super().forward(x), x, x)[0]
@@ -158,6 +167,12 @@ def test_device_or_profile_that_cannot_be(command: str, arguments: list[str], sa
 def test_operator_of_the_cpu_alone_is_named_with_its_line(file: str) -> None:
     said = run("plan", f"{file}:on_a_cpu", "--device", "cuda", code=1).stderr
     assert re.search(r"flash_attention_for_cpu\.default \(mine\.py:\d+\) cannot be planned for cuda: only a CPU", said)
+
+
+def test_autocast_that_a_file_makes_when_it_is_read_is_that_of_the_gpu(file: str) -> None:
+    """As nanoGPT makes its own at the head of the script."""
+    printed = run("explain", f"{file}:under_autocast", "--gpu", "h100", "--graph").stdout
+    assert re.search(r"bfloat16.*aten\.mm|aten\.mm.*bfloat16", printed)
 
 
 def test_kernels_belong_to_the_report() -> None:

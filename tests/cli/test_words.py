@@ -40,6 +40,9 @@ def ended(*words: str) -> tuple[str, str]:
         (["plan", "gpt", "--device", "tpu"], "--device must be one of cpu, cuda, not 'tpu'"),
         (["plan", "gpt", "--gpu", "h100", "--device", "cpu"], "--gpu h100 plans for a GPU, and --device cpu for a CPU"),
         (["plan", "config.json", "--task", "causal"], "unknown task 'causal'; did you mean 'causal-lm'? Tasks: "),
+        (["plan", "gpt", "--autocast", "fp8"], "--autocast takes bf16 or fp16, not 'fp8'"),
+        (["plan", "a.py:f", "--autocast", "bf16", "--gpu", "h100"], "call it under torch.autocast('cuda', torch."),
+        (["plan", "a.py:f", "--gradient-checkpointing"], "call model.gradient_checkpointing_enable() or torch.utils."),
         (["plan", "gpt", "--frobnicate"], "No such option: --frobnicate"),
     ],
 )  # fmt: skip
