@@ -100,6 +100,31 @@ def settings_of(model: nn.Module) -> Iterator[Mapping[str, bool]]:
             }
 
 
+def shard_fully(model: nn.Module, ranks: int) -> None:
+    """Call ``fully_shard`` on each layer of the lists of ``model``, and then on the model, for all ranks of this job.
+
+    Args:
+        model: the model; it is changed in place.
+        ranks: how many ranks the process group has.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    mesh = init_device_mesh("cuda" if on_gpu else "cpu", (ranks,))
+    for layer in (*_layers(model), model):
+        fully_shard(layer, mesh=mesh)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The items of the outermost lists of modules in ``module``."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _layers(child)
+
+
 def take_apart(model: nn.Module) -> None:
     """Let every parameter that ``fully_shard`` holds be this rank's part, as it is before forward in eager.
 

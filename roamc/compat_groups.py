@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from roamc.errors import OptionError
+
 _EXCHANGES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Group to how often all of its ranks have exchanged texts."""
 
@@ -41,6 +43,24 @@ def planned_for(groups: Mapping[str, Sequence[int]]) -> Iterator[None]:
         yield
     finally:
         _PLANNED.reset(before)
+
+
+@contextlib.contextmanager
+def stand_in_group(ranks: int) -> Iterator[None]:
+    """Within this context this process is the first of ``ranks`` ranks that are not there: nothing is sent.
+
+    Raises:
+        OptionError: it has a process group.
+    """
+    if torch.distributed.is_initialized():
+        raise OptionError("this process has a process group already: leave fsdp out of the mesh, or the group")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def planned_groups() -> Sequence[str]:

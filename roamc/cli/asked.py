@@ -45,7 +45,7 @@ Checkpointing = Annotated[
     bool,
     typer.Option(
         "--gradient-checkpointing",
-        help="Call gradient_checkpointing_enable() of a transformers model: each layer is recomputed in backward.",
+        help="Recompute each layer of a transformers model in backward, as its gradient checkpointing does.",
     ),
 ]
 Task = Annotated[
@@ -60,8 +60,9 @@ Lora = Annotated[
     str | None,
     typer.Option(
         "--lora",
-        metavar="r=16,targets=q_proj,v_proj",
-        help="Freeze the model of a configuration and train LoRA adapters of peft; alpha= and dropout= as well.",
+        metavar="r=16,targets=q,v",
+        help="Freeze the model of a configuration and train LoRA adapters of peft, of layers such as q_proj,v_proj; "
+        "alpha= and dropout= as well.",
     ),
 ]
 Sets = Annotated[
@@ -139,9 +140,10 @@ Ranks = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        metavar="dp=1,pp=8,tp=8",
-        help="Plan one rank of this mesh; the others need not exist. tp splits matrices, pp splits layers; dp does not "
-        "change a rank's plan. --option shard=sequence also splits activations.",
+        metavar="pp=8,tp=8|fsdp=8",
+        help="Plan one rank of this mesh; the others need not exist. tp splits matrices, pp splits layers, fsdp splits "
+        "parameters, gradients and optimizer state; dp does not change a rank's plan. --option shard=sequence also "
+        "splits activations.",
     ),
 ]
 TpPlan = Annotated[

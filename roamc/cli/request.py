@@ -316,11 +316,14 @@ def mesh_of(request: Request) -> Mesh:
     """Return the mesh of ``request``: one rank if it names none.
 
     Raises:
-        OptionError: an axis is unknown, or its size is no number of ranks.
+        OptionError: an axis is unknown, its size is no number of ranks, or ``fsdp`` goes without an update.
     """
     if request.mesh is None and request.tp_plan:
         raise OptionError("--tp-plan says how a mesh splits layers: give --mesh tp=N as well")
-    return Mesh() if request.mesh is None else parse_mesh(request.mesh)
+    mesh = Mesh() if request.mesh is None else parse_mesh(request.mesh)
+    if mesh.fsdp > 1 and (request.forward_backward or request.optimizer == NO_OPTIMIZER):
+        raise OptionError(f"fsdp={mesh.fsdp} plans whole steps: leave --forward-backward and --optimizer none out")
+    return mesh
 
 
 def options_of(request: Request) -> Options:

@@ -2,7 +2,7 @@
 
 One process plans for one rank. What differs between the ranks of ``tp`` is which part of the matrices they have, and
 no plan depends on that; see :mod:`roamc.capture.tensor_parallel`. No process group is made, and one that this process
-has is left alone.
+has is left alone; but for ``fsdp``, whose ranks ``fully_shard`` asks of a group that stands for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import nn
 
 from roamc.capture.tensor_parallel import check_called, check_names, split, unmatched
 from roamc.compat_dynamo import original
-from roamc.compat_groups import planned_for
+from roamc.compat_fsdp import shard_fully
+from roamc.compat_groups import planned_for, stand_in_group
 from roamc.errors import OptionError, RoamcError, nearest
 from roamc.frontends.stages import Stage, stage_note
 from roamc.frontends.workload import Optimizer, Workload, optimizer_of
@@ -28,6 +29,13 @@ TP = "tp"
 """Name of the axis of tensor parallelism, and of its group in the graph."""
 
 
+IN_A_FUNCTION = (
+    "shard the model by fully_shard in a function, under a fake process group, as docs/ranks.md shows, and plan "
+    "FILE.py:FUNCTION or roamc.plan(model, ...)"
+)
+"""What to do where ``fsdp`` in a mesh does not do it."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """How many ranks each axis has.
@@ -36,11 +44,13 @@ class Mesh:
         dp: replicas of the model; each has a batch of its own, which is the one that is planned.
         pp: stages of the pipeline.
         tp: ranks that have a part of each matrix; they are neighbours, as many in one node as fit.
+        fsdp: ranks that have a part of each parameter, by ``fully_shard``; on the command line, without other axes.
     """
 
     dp: int = 1
     pp: int = 1
     tp: int = 1
+    fsdp: int = 1
 
     def planned_for(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager; capture, plan and explain a graph for this mesh inside.
@@ -48,6 +58,8 @@ class Mesh:
         Collectives may there name the group of the ``tp`` ranks, although no process group exists. The groups of other
         axes are there as well: what averages gradients or sends activations takes its memory beside the step.
         """
+        if self.fsdp > 1:
+            return stand_in_group(self.fsdp)
         sizes = dataclasses.asdict(self)
         return planned_for({axis: range(size) for axis, size in sizes.items() if size > 1})
 
@@ -64,11 +76,17 @@ def parse_mesh(mesh: str | Mapping[str, int]) -> Mesh:
     axes = [field.name for field in dataclasses.fields(Mesh)]
     sizes: dict[str, int] = {}
     for axis, size in pairs:
+        if axis == "zero":
+            raise OptionError(
+                f"the mesh has no axis 'zero': fsdp=N shards as ZeRO does at its stage 3; else {IN_A_FUNCTION}"
+            )
         if axis not in axes:
             raise OptionError(f"the mesh has no axis {axis!r}{nearest(str(axis), axes)} Axes: {', '.join(axes)}")
         if axis in sizes:
             raise OptionError(f"axis {axis} of the mesh is named twice")
         sizes[axis] = _size(axis, size)
+    if sizes.get("fsdp", 1) > 1 and any(size > 1 for axis, size in sizes.items() if axis != "fsdp"):
+        raise OptionError(f"fsdp stands alone in a mesh: {IN_A_FUNCTION}")
     return Mesh(**sizes)
 
 
@@ -101,6 +119,8 @@ def part_of(
     Raises:
         OptionError: the model cannot be split like that.
     """
+    if mesh.fsdp > 1:
+        raise OptionError(f"fsdp in a mesh is for the command line: {IN_A_FUNCTION}")
     if mesh.tp == 1:
         return model, optimizer
     model = original(model)
@@ -147,7 +167,12 @@ def notes_on(model: nn.Module, mesh: Mesh, tp_plan: Mapping[str, str] | None) ->
 
 
 def on_mesh(workload: Workload, mesh: Mesh) -> Workload:
-    """Return one rank's part of ``workload``; raises as :func:`part_of` and :func:`optimizer_of`."""
+    """Return one rank's part of ``workload``; raises as :func:`part_of` and :func:`optimizer_of`.
+
+    With ``fsdp`` the model is sharded in place, and the optimizer must be made of its parameters afterwards.
+    """
+    if mesh.fsdp > 1:
+        return _fully_sharded(workload, mesh.fsdp)
     asked = None if workload.optimizer is None else optimizer_of(workload)
     model, optimizer = part_of(workload.model, asked, mesh, workload.tp_plan)
     workload = dataclasses.replace(workload, model=model)
@@ -155,6 +180,20 @@ def on_mesh(workload: Workload, mesh: Mesh) -> Workload:
         return workload
     its_optimizer: Optimizer = optimizer
     return dataclasses.replace(workload, optimizer=lambda parameters: its_optimizer)
+
+
+def _fully_sharded(workload: Workload, ranks: int) -> Workload:
+    if workload.loss_fn is None:
+        raise OptionError(f"fsdp={ranks} plans whole steps: return (model, inputs, loss_fn) from {workload.name}")
+    whole = set(map(id, workload.model.parameters()))
+    shard_fully(workload.model, ranks)
+    groups = [] if workload.optimizer is None else optimizer_of(workload).param_groups
+    if any(id(parameter) in whole for group in groups for parameter in group["params"]):
+        raise OptionError(
+            f"{workload.optimizer_name} of {workload.name} has whole parameters, and fsdp={ranks} shards them: return "
+            "a function that makes it of parameters, such as functools.partial(torch.optim.AdamW, lr=1e-3)"
+        )
+    return workload
 
 
 def check_tokens(plan: Plan) -> None:
@@ -180,9 +219,8 @@ def noted(planned: Planned, mesh: Mesh, stage: Stage, layers: Setting | None = N
             flight.
         layers: how many layers the whole model has; None if that is not known.
     """
-    notes: tuple[str, ...] = (
-        f"one rank of a mesh of {mesh.dp * mesh.pp * mesh.tp}: dp={mesh.dp}, pp={mesh.pp}, tp={mesh.tp}",
-    )
+    axes = f"fsdp={mesh.fsdp}" if mesh.fsdp > 1 else f"dp={mesh.dp}, pp={mesh.pp}, tp={mesh.tp}"
+    notes: tuple[str, ...] = (f"one rank of a mesh of {mesh.dp * mesh.pp * mesh.tp * mesh.fsdp}: {axes}",)
     if mesh.pp > 1:
         notes += (stage_note(planned.plan, stage, layers if isinstance(layers, int) else None),)
     if mesh.dp > 1:

@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
 import roamc
 from roamc.capture.tensor_parallel import split
 from roamc.cli.commands import app
-from roamc.cli.request import Request, mesh_of, workload_of
-from roamc.compat_groups import numbers_in, planned_for, ranks_in
+from roamc.cli.request import Request, answer, mesh_of, workload_of
+from roamc.compat_groups import numbers_in, planned_for, ranks_in, stand_in_group
 from roamc.errors import OptionError
 from roamc.frontends.mesh import Mesh, on_mesh, parse_mesh
-from roamc.frontends.workload import capture
+from roamc.frontends.workload import Workload, capture, made
 from roamc.gpus import NCCL
 from roamc.graph import TrainGraph, copied, operators
 from roamc.graph.fingerprint import fingerprint
@@ -232,3 +235,52 @@ def test_the_margin_has_a_part_for_each_group_of_ranks(mesh: str, groups: int) -
     model = build("gpt", 1)
     plan = roamc.plan(model, batch(), mesh=mesh, tp_plan=PLAN if "tp" in mesh else None, gpu="h100")
     assert plan.margin_bytes["NCCL"] == groups * NCCL
+
+
+def test_fsdp_in_a_mesh_is_fully_shard_of_each_layer_and_the_model() -> None:
+    sizes, ranks = {**SIZES, "vocab": 96}, 4
+    whole, sharded = (answer(Request("gpt", sizes, mesh=mesh)).plan for mesh in (None, f"fsdp={ranks}"))
+    for kind in ("parameter", "optimizer state"):
+        assert sharded.fixed_bytes[kind] == pytest.approx(whole.fixed_bytes[kind] / ranks, rel=0.01)
+    assert sharded.fixed_bytes["input"] == whole.fixed_bytes["input"]
+    assert "one rank of a mesh of 4: fsdp=4" in sharded.notes
+    assert not dist.is_initialized()
+    workload = workload_of(Request("gpt", sizes))
+    with stand_in_group(ranks):
+        for layer in workload.model.blocks:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
+        model = fully_shard(workload.model, mesh=init_device_mesh("cpu", (ranks,)))
+        by_hand = roamc.plan(
+            model, *workload.batch, loss_fn=workload.loss_fn, optimizer=torch.optim.AdamW(model.parameters())
+        )
+    assert (sharded.peak_bytes, sharded.baseline_bytes) == (by_hand.peak_bytes, by_hand.baseline_bytes)
+    assert sharded.fixed_bytes == by_hand.fixed_bytes
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (lambda: parse_mesh("fsdp=2,tp=2"), "fsdp stands alone in a mesh: shard .* as docs/ranks.md shows"),
+        (lambda: parse_mesh("zero=2"), "no axis 'zero': fsdp=N shards as ZeRO .* as docs/ranks.md shows"),
+        (lambda: roamc.plan(nn.Linear(2, 2), torch.ones(1, 2), mesh={"fsdp": 2}), "for the command line: .*ranks.md"),
+        (lambda: mesh_of(Request("gpt", mesh="fsdp=2", forward_backward=True)), "leave --forward-backward and"),
+        (lambda: on_mesh(made("f", (nn.Linear(2, 2), torch.ones(1, 2))), Mesh(fsdp=2)), "inputs, loss_fn. from f"),
+    ],
+)
+def test_fsdp_that_cannot_be_planned_says_what_to_do(asked: Callable[[], object], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        asked()
+
+
+def test_fsdp_takes_a_way_to_make_the_optimizer_and_no_optimizer_of_whole_parameters() -> None:
+    def workload(optimizer: Any) -> Workload:
+        return made("f", (model, torch.ones(1, 4), lambda model, x: model(x).sum(), optimizer))
+
+    with stand_in_group(2):
+        model = nn.Linear(4, 4)
+        assert on_mesh(workload(torch.optim.SGD), Mesh(fsdp=2)).model is model
+        model = nn.Linear(4, 4)
+        with pytest.raises(OptionError, match="has whole parameters, and fsdp=2 shards them: return a function"):
+            on_mesh(workload(torch.optim.SGD(model.parameters())), Mesh(fsdp=2))
+        with pytest.raises(OptionError, match="has a process group already"), Mesh(fsdp=2).planned_for():
+            pass
