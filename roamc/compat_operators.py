@@ -6,14 +6,15 @@ import contextlib
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices, _group_tensors_by_device_and_dtype
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
@@ -123,6 +124,15 @@ def foreach_order(tensors: Sequence[torch.Tensor]) -> list[int]:
     """
     groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
     return [place for _, places in groups.values() for place in places]
+
+
+def prefers_foreach(parameters: Iterable[torch.Tensor], device: torch.device) -> bool:
+    """Whether an optimizer that is not told runs ``torch._foreach_*`` for ``parameters`` where they are on ``device``.
+
+    As ``_default_to_fused_or_foreach`` of torch has it, which asks the parameters for their device.
+    """
+    supported = device.type in _get_foreach_kernels_supported_devices()
+    return supported and all(type(parameter) in _foreach_supported_types for parameter in parameters)
 
 
 _UNTAGGED = frozenset(

@@ -3,14 +3,14 @@
 Each rule does the arithmetic of torch.optim's single-tensor form, operator by operator, so that the bits
 are those of eager. A value that torch makes, the rule makes too: what eager holds is read off the graph.
 Hyperparameters and the step count are inputs of the graph: a learning-rate scheduler needs no new plan.
-``fused=True`` calls the same fused kernel as torch, one parameter at a time. ``foreach`` changes speed
-only and is accepted; the single-tensor form is used.
+``fused=True`` calls the same fused kernel as torch, one parameter at a time. ``foreach`` is accepted, and the
+single-tensor form is used; the operators' ``meta`` says what eager holds, which runs each for a list of tensors.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import fx
 
 from roamc import optim
 from roamc.compat_dtensor import describe, is_dtensor, placement_of
+from roamc.compat_operators import prefers_foreach
 from roamc.errors import CaptureError
-from roamc.graph.memory import is_dense
+from roamc.graph.memory import WROTE_OVER, is_dense
 from roamc.graph.rewrite import Writer
 
 aten = torch.ops.aten
@@ -46,7 +47,8 @@ class Rule:
             step.
         write: function of (writer, parameter, gradient, states, scalars, group) that appends the update by a
             :class:`roamc.graph.rewrite.Writer`. States and scalars are nodes by key and name; the update writes to
-            the parameter and the states in place.
+            the parameter and the states in place. Whether eager runs it for lists of tensors says "foreach" of the group;
+            it must write the same operators to all parameters of a group.
         start: what the states hold before the first step.
         literals: keys of a group whose values stand in the graph.
         shape: function of (group, shape of a parameter) that returns the shape of its states, and of the gradient that
@@ -113,6 +115,22 @@ def check_dense(name: str, parameter: torch.Tensor, group: Group) -> None:
             f"{name} has gaps in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}), which torch's "
             "fused kernels read over; leave fused=True out, or make the parameter of a .contiguous() tensor"
         )
+
+
+def runs_foreach(group: Group, parameters: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Return whether eager updates ``parameters`` by ``torch._foreach_*``, each call for a list of tensors.
+
+    Args:
+        group: an item of ``optimizer.param_groups``; where it does not say, torch decides by the device.
+        parameters: the live parameters of ``group`` that have gradients.
+        device: where the step is to run.
+    """
+    if "foreach" not in group or group.get("fused"):
+        return False
+    if group["foreach"] is not None or group.get("fused") is not None:
+        return bool(group["foreach"])
+    refused = isinstance(group["lr"], torch.Tensor) and group.get("capturable") is False  # by Adam, not by SGD
+    return prefers_foreach(parameters, device) and not refused
 
 
 def structure(rule: Rule, group: Group) -> tuple[object, ...]:
@@ -235,13 +253,29 @@ def _sgd_write(writer: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: 
     if group.get("maximize"):
         grad = writer.call(aten.neg.default, grad)
     if group["weight_decay"]:
-        grad = writer.call(aten.add.Tensor, grad, param, alpha=n["weight_decay"])
+        grad = _decayed(writer, param, grad, n, group)
     if group["momentum"]:
         buffer = states["momentum_buffer"]
         writer.call(aten.mul_.Tensor, buffer, n["momentum"])
         writer.call(aten.add_.Tensor, buffer, grad, alpha=n["one_minus_dampening"])
-        grad = writer.call(aten.add.Tensor, grad, buffer, alpha=n["momentum"]) if group.get("nesterov") else buffer
+        if group.get("nesterov"):
+            ahead = writer.call(aten.add.Tensor, grad, buffer, alpha=n["momentum"])
+            grad = _over(ahead) if group["foreach"] else ahead
+        else:
+            grad = buffer
     writer.call(aten.add_.Tensor, param, grad, alpha=n["minus_lr"])
+
+
+def _decayed(writer: Writer, param: fx.Node, grad: fx.Node, n: Nodes, group: Group) -> fx.Node:
+    """Add ``weight_decay`` times ``param`` to ``grad``; return the sum."""
+    total = writer.call(aten.add.Tensor, grad, param, alpha=n["weight_decay"])
+    return _over(total) if group["foreach"] and group.get("maximize") else total
+
+
+def _over(node: fx.Node) -> fx.Node:
+    """Say of ``node`` that eager writes it over its first argument; return it."""
+    node.meta[WROTE_OVER] = True
+    return node
 
 
 def _fused_sgd(writer: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
@@ -293,25 +327,26 @@ def _adam_write(decoupled: Callable[[Group], bool]) -> Callable[..., None]:
         if group["weight_decay"] and decoupled(group):
             writer.call(aten.mul_.Tensor, param, n["decay"])
         elif group["weight_decay"]:
-            grad = writer.call(aten.add.Tensor, grad, param, alpha=n["weight_decay"])
-        first, denominator = _moments(writer, grad, states, n, amsgrad=group["amsgrad"])
+            grad = _decayed(writer, param, grad, n, group)
+        first, denominator = _moments(writer, grad, states, n, group)
         writer.call(aten.addcdiv_.default, param, first, denominator, value=n["minus_step_size"])
 
     return write
 
 
-def _moments(writer: Writer, grad: fx.Node, states: Nodes, n: Nodes, *, amsgrad: bool) -> tuple[fx.Node, fx.Node]:
+def _moments(writer: Writer, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> tuple[fx.Node, fx.Node]:
     """Update Adam's moments; return the first, and what the update divides it by."""
     first, second = states["exp_avg"], states["exp_avg_sq"]
     writer.call(aten.lerp_.Scalar, first, grad, n["one_minus_beta1"])
     writer.call(aten.mul_.Tensor, second, n["beta2"])
     writer.call(aten.addcmul_.default, second, grad, grad, value=n["one_minus_beta2"])
-    if amsgrad:
-        largest = writer.call(aten.maximum.default, states["max_exp_avg_sq"], second)
+    if group["amsgrad"]:
+        largest = _over(writer.call(aten.maximum.default, states["max_exp_avg_sq"], second))
         writer.call(aten.copy_.default, states["max_exp_avg_sq"], largest)
         second = states["max_exp_avg_sq"]
     root = writer.call(aten.sqrt.default, second)
-    denominator = writer.call(aten.div.Tensor, root, n["root_correction2"])
+    divided = writer.call(aten.div.Tensor, root, n["root_correction2"])
+    denominator = _over(divided) if group["foreach"] else divided
     writer.call(aten.add_.Tensor, denominator, n["eps"])
     return first, denominator
 
@@ -339,12 +374,13 @@ def _compact_scalars(group: Group, step: float, first: bool) -> dict[str, float]
 
 
 def _compact_write(writer: Writer, param: fx.Node, grad: fx.Node, states: Nodes, n: Nodes, group: Group) -> None:
+    group = {**group, "amsgrad": False}
     if "projection" not in states:
-        _adam_write(lambda group: True)(writer, param, grad, states, n, {**group, "amsgrad": False})
+        _adam_write(lambda group: True)(writer, param, grad, states, n, group)
         return
     if group["weight_decay"]:
         writer.call(aten.mul_.Tensor, param, n["decay"])
-    first, denominator = _moments(writer, grad, states, n, amsgrad=False)
+    first, denominator = _moments(writer, grad, states, n, group)
     direction = writer.call(aten.div.Tensor, first, denominator)
     writer.call(aten.addmm_.default, param, direction, states["projection"], alpha=n["minus_scaled_size"])
 

@@ -24,7 +24,7 @@ from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.hooks import check_hooks
 from roamc.capture.in_place_values import as_values
 from roamc.capture.leaves import check_dtypes
-from roamc.capture.optimizers import Rule, check_dense, check_state, fresh_state, rule_for, structure
+from roamc.capture.optimizers import Rule, check_dense, check_state, fresh_state, rule_for, runs_foreach, structure
 from roamc.capture.parts import check_clipping, check_placements, clipped
 from roamc.capture.projected import Projected, project
 from roamc.capture.questions import Question
@@ -34,6 +34,7 @@ from roamc.capture.value_check import values_kept
 from roamc.compat_dtensor import part_of
 from roamc.errors import CaptureError
 from roamc.graph import Phase, Port, Role, TrainGraph, operators, output_node, output_values, placeholders
+from roamc.graph.memory import FOREACH
 from roamc.graph.origin import module_of, put_module
 from roamc.graph.rewrite import Writer
 from roamc.graph.storage_ids import number
@@ -215,25 +216,28 @@ class _Assembly:
         phase = phases_of(graph, loss)
         grads = dict(zip(self.traced.updated, gradients, strict=False))
         self._name_modules(grads)
-        groups = self._groups()
         parameters = dict(zip(self.traced.parameters, inputs, strict=False))
+        groups = self._groups(parameters)
         handed = gradients[len(grads) :]
         feeds = self._add_inputs(graph, inputs[-1], groups)
         writer = Writer(graph, self.mode, Phase.BACKWARD)
         projected = project(writer, grads, self.rule, feeds, groups, self.traced.parameters)
         grads = projected.gradients
         waits: dict[str, str] = {}
+        lists = _lists(groups, {name: parameters[name].meta["val"] for name in grads})
         with graph.inserting_before(end):
             if self.request.clip_grad_norm is not None:
                 check_clipping(graph, {name: self.traced.parameters[name] for name in grads}, self._averaged())
             grads, reduced = average(writer, grads, self.traced.replicas, self.request.reduced)
             writer.current = Phase.UPDATE
             for name, grad in self._clip(writer, grads).items():
-                earlier = len(writer.phase)
+                last = end.prev
                 self.rule.write(writer, parameters[name], grad, *feeds[name], groups[name])
-                # The last ones, from the end: to look at all of them would take the square of the parameters.
-                written = itertools.islice(reversed(writer.phase), len(writer.phase) - earlier)
-                waits.update(dict.fromkeys(reversed([*written]), grads[name].name))
+                written = itertools.takewhile(lambda node: node is not end, _behind(last))
+                for call, node in enumerate(written):
+                    waits[node.name] = grads[name].name
+                    if name in lists:
+                        node.meta[FOREACH] = (*lists[name], call)
         end.args = ((loss, *handed),)
         graph.set_codegen(fx.graph.CodeGen())
         self.module.recompile()
@@ -284,14 +288,22 @@ class _Assembly:
         self.ports.append(port)
         self.sources.append(source)
 
-    def _groups(self) -> dict[str, dict[str, Any]]:
-        """Parameter name to its group, with its number under "index" and the parameter's stream under "stream"."""
+    def _groups(self, inputs: Mapping[str, fx.Node]) -> dict[str, dict[str, Any]]:
+        """Parameter name to its group, with its number under "index" and the parameter's stream under "stream".
+
+        Under "foreach" it has whether eager updates lists of tensors. ``inputs`` maps names of parameters to nodes.
+        """
         names = {id(parameter): name for name, parameter in self.traced.parameters.items()}
+        trained = set(self.traced.updated)
         groups = {}
         for index, group in enumerate(self.request.optimizer.param_groups):
+            updated = [names[id(each)] for each in group["params"] if names[id(each)] in trained]
+            devices = {inputs[name].meta["val"].device for name in updated}
+            live = [self.traced.parameters[name] for name in updated]
+            foreach = all(runs_foreach(group, live, self.request.runs_on or device) for device in devices)
             streams = None if self.rule.shape is None else group["streams"]
             for parameter, stream in zip(group["params"], streams or itertools.repeat(None), strict=False):
-                groups[names[id(parameter)]] = {**group, "index": index, "stream": stream}
+                groups[names[id(parameter)]] = {**group, "index": index, "stream": stream, "foreach": foreach}
         return groups
 
     def _add_inputs(
@@ -401,6 +413,32 @@ def optimizer_key(
         (structure(rule, group), tuple(places.get(id(parameter)) for parameter in group["params"]))
         for group in optimizer.param_groups
     )
+
+
+def _lists(
+    groups: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, int]]:
+    """Return the first two numbers of :data:`roamc.graph.memory.FOREACH` for each parameter whose group has them.
+
+    Args:
+        groups: parameter name to its group, with "index" and "foreach".
+        parameters: name to parameter, for those that are updated.
+    """
+    numbers: dict[int, dict[tuple[torch.device, torch.dtype], int]] = {}
+    lists = {}
+    for name, parameter in parameters.items():
+        index = groups[name]["index"]
+        if groups[name]["foreach"]:
+            of_group = numbers.setdefault(index, {})
+            lists[name] = index, of_group.setdefault((parameter.device, parameter.dtype), len(of_group))
+    return lists
+
+
+def _behind(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a graph behind ``node``."""
+    while True:
+        node = node.next
+        yield node
 
 
 def _bare(module: fx.GraphModule) -> TrainGraph:

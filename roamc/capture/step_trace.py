@@ -70,6 +70,7 @@ class StepRequest:
         rebuild: turns leaves into the arguments that ``loss_fn`` gets after the model.
         clip_grad_norm: the largest 2-norm of all gradients together; None for no clipping.
         device: where tensors on the meta device are taken to be; None for the CPU.
+        runs_on: where the step is to run, if it is traced on another device; None for where it is traced.
         reduced: :attr:`roamc.capture.step.CapturedStep.reduced` of an earlier capture of this step, whose order is
             kept; else empty.
         repeated: whether layers that are alike are traced once, see :mod:`roamc.capture.repeats`; for plans alone.
@@ -82,6 +83,7 @@ class StepRequest:
     rebuild: Callable[[Sequence[Any]], tuple[Any, ...]]
     clip_grad_norm: float | None = None
     device: torch.device | None = None
+    runs_on: torch.device | None = None
     reduced: tuple[str, ...] = ()
     repeated: bool = False
 

@@ -100,7 +100,7 @@ def capture(
     workload = workload_or_graph
     with traced_for(device):
         module = forward_backward or not update
-        graph = _capture_module(workload) if module else _capture_update(workload, clip_grad_norm)
+        graph = _capture_module(workload) if module else _capture_update(workload, clip_grad_norm, device)
     return moved(graph.replace(notes=(*graph.notes, *workload.notes)), device)
 
 
@@ -131,7 +131,7 @@ def with_loss(
     return moved(graph, device)
 
 
-def _capture_update(workload: Workload, clip_grad_norm: float | None) -> TrainGraph:
+def _capture_update(workload: Workload, clip_grad_norm: float | None, device: torch.device) -> TrainGraph:
     leaves, nest = take_apart((workload.batch, dict(workload.named)))
     loss_fn = workload.loss_fn
     assert loss_fn is not None  # without one there is no step to capture
@@ -143,7 +143,10 @@ def _capture_update(workload: Workload, clip_grad_norm: float | None) -> TrainGr
         return tuple(put_together(values, nest))
 
     optimizer = optimizer_of(workload)
-    request = StepRequest(workload.model, spread, optimizer, tuple(leaves), rebuild, clip_grad_norm, repeated=True)
+    elsewhere = None if device.type == "cpu" else device
+    request = StepRequest(
+        workload.model, spread, optimizer, tuple(leaves), rebuild, clip_grad_norm, runs_on=elsewhere, repeated=True
+    )
     return capture_step(request).graph.replace(name=workload.name)
 
 

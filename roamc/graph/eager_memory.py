@@ -1,13 +1,14 @@
 """What eager PyTorch holds at every step, by the same storages and lives as a plan.
 
 Eager runs in program order, keeps gradients to the end of the step, and writes some values over what is there. It
-differs from the graph in five ways more; the first four are of backward, and the metadata of a trace tells them:
+differs from the graph in six ways more; the first four are of backward, and the metadata of a trace tells them:
 
     a node of autograd    several operators; the gradients it is called with, and what it has saved, live to its end
     a sum of gradients    a value of the graph; eager adds to the first where nobody else holds that
     an expression         of C++; its temporaries live to its end
     no gradient           where a model returns its loss, its other outputs get none, and nothing is computed of it
     a variable            of torch.optim's loop over parameters; holds what it names until it names the next one's
+    a list                of tensors that one call of torch.optim's makes, for all parameters; lives until the list ends
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ from torch import fx
 
 from roamc.graph import Phase, tensors_of
 from roamc.graph.lifetimes import dropped_lifetimes, lifetimes, sizes, timeline
-from roamc.graph.memory import WROTE_OVER, Int64s, MemoryModel, Operator, Place, Step, Storage, roots_of
+from roamc.graph.memory import (
+    FOREACH,
+    WROTE_OVER,
+    Int64s,
+    MemoryModel,
+    Operator,
+    Place,
+    Step,
+    Storage,
+    rearranged,
+    roots_of,
+)
 from roamc.graph.origin import SUM_OF_GRADIENTS
 from roamc.graph.rewrite import value_of
 from roamc.operators import ops
@@ -57,12 +69,17 @@ NAMED: dict[object, int] = {
 
 Each with 1 if a result is there while the next one is made, else 0."""
 
+LISTED = aten.div.Tensor
+"""Operator whose results, a list of Adam's denominators, torch.optim keeps in a variable until it has the next list."""
+
 
 def of_eager(memory: MemoryModel) -> MemoryModel:
-    """Return ``memory`` with eager's storages, in their sizes on a CPU.
+    """Return ``memory`` with eager's storages, in their sizes on a CPU, and operators in eager's order.
 
-    A dropout keeps its mask in the input's dtype, and losses of :data:`FULL_SIZE` the memory of all their elements.
+    A dropout keeps its mask in the input's dtype, and losses of :data:`FULL_SIZE` the memory of all their elements. The
+    operators of one call of ``torch._foreach_*`` stand side by side: all that the call makes is there behind it.
     """
+    memory = _by_call(memory)
     larger = {}
     for operator in memory.operators:
         nbytes = _eager_bytes(operator.node)
@@ -71,6 +88,16 @@ def of_eager(memory: MemoryModel) -> MemoryModel:
             if last.device == "cpu" and nbytes > last.nbytes:
                 larger[last.index] = replace(last, nbytes=nbytes)
     return replace(memory, storages=tuple(larger.get(s.index, s) for s in memory.storages)) if larger else memory
+
+
+def _by_call(memory: MemoryModel) -> MemoryModel:
+    """Return ``memory`` with the operators of :data:`FOREACH` in the order of the calls, at the places they have now."""
+    calls = {at: each.node.meta[FOREACH] for at, each in enumerate(memory.operators) if FOREACH in each.node.meta}
+    if not calls:
+        return memory
+    order = {at: at for at in range(len(memory.operators))}
+    order.update(zip(calls, sorted(calls, key=lambda at: calls[at]), strict=True))
+    return rearranged(memory, [*order.values()], {})
 
 
 def _eager_bytes(node: fx.Node) -> Bytes:
@@ -109,7 +136,7 @@ def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int6
     has ``dead == born`` as well.
 
     Args:
-        memory: of a graph in program order.
+        memory: of a graph in program order, as :func:`of_eager` returned it.
         dropped: whether the caller drops the outputs of forward at once, see
             :func:`roamc.graph.lifetimes.dropped_lifetimes`.
 
@@ -125,6 +152,7 @@ def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int6
     missing = not_made(memory)
     _keep_to_end_of_node(memory, row, dead)
     _keep_in_variables(memory, row, dead)
+    _keep_lists(memory, row, dead)
     _write_in_place(memory, row, born, dead, missing)
     for index in missing:
         dead[row[index]] = born[row[index]]
@@ -178,7 +206,7 @@ def _keep_in_variables(memory: MemoryModel, row: Mapping[int, int], dead: Int64s
 
     A result that makes another one, such as the negated gradient of which a sum is made, loses its variable to that.
     """
-    updates = [(step, each) for step, each in enumerate(memory.operators) if each.phase is Phase.UPDATE]
+    updates = [(step, each) for step, each in _updates(memory) if FOREACH not in each.node.meta]
     ends: dict[Any, Step] = dict.fromkeys(NAMED, len(memory.operators))
     makes_another: dict[int, bool] = {}  # of a storage: whether its last reader does
     for step, operator in reversed(updates):
@@ -190,6 +218,22 @@ def _keep_in_variables(memory: MemoryModel, row: Mapping[int, int], dead: Int64s
             ends[target] = step + NAMED[target]
         for index in operator.reads:
             makes_another.setdefault(index, bool(operator.births))
+
+
+def _keep_lists(memory: MemoryModel, row: Mapping[int, int], dead: Int64s) -> None:
+    """Let the results of :data:`LISTED` live until the next list of the same group is there."""
+    begins: dict[tuple[int, int], Step] = {}
+    for step, operator in reversed(_updates(memory)):
+        if FOREACH in operator.node.meta and operator.node.target is LISTED:
+            group, number, _ = operator.node.meta[FOREACH]
+            begins[group, number] = step
+            for index in operator.births:
+                if index in row:
+                    dead[row[index]] = max(dead[row[index]], 1 + begins.get((group, number + 1), -1))
+
+
+def _updates(memory: MemoryModel) -> list[tuple[Step, Operator]]:
+    return [(step, each) for step, each in enumerate(memory.operators) if each.phase is Phase.UPDATE]
 
 
 def _keep_to_end_of_expression(
@@ -249,6 +293,7 @@ def _write_in_place(
 ) -> None:
     """Change ``dead`` where eager writes a value into memory that is there: of the value and of that memory."""
     callers = {storage.index for storage in memory.storages if storage.place is Place.INPUT}
+    gradients = {storage.index for storage in memory.storages if storage.gradient}
     holder: dict[int, int] = {}  # of a value that eager writes to a part of a storage, or over what lies in one
     heir: dict[int, int] = {}  # of a value that eager writes over as a whole
     for position, argument, whole, result in _written_over(memory, row, dead, missing):
@@ -259,10 +304,11 @@ def _write_in_place(
             dead[row[result.index]] = born[row[result.index]]
         elif not whole or argument.index in holder:
             holder[result.index] = argument.index
-        elif argument.gradient:
+        elif argument.index in gradients:
             # A second result is the gradient of another parameter, for which autograd has copied this one.
             dead[row[argument.index]] = min(dead[row[argument.index]], position)
             dead[row[result.index]] = len(memory.operators)
+            gradients.add(result.index)
         elif argument.place in STEPS_OWN and dead[row[argument.index]] == position + 1:
             dead[row[argument.index]] = position
             heir[argument.index] = result.index

@@ -52,6 +52,12 @@ class Place(enum.Enum):
 WROTE_OVER = "roamc_wrote_over"
 """Key in a node's ``meta``: eager runs this operator in place on its first argument; the graph makes a new value."""
 
+FOREACH = "roamc_foreach"
+"""Key in a node's ``meta``: (group, list, call) of the ``torch._foreach`` call in which eager runs this operator.
+
+Operators with equal numbers are one call. Eager runs the calls in the order of their numbers, counted from 0: of the
+optimizer's group, of the tensors of one device and dtype in that group, and of the call on these tensors."""
+
 
 @dataclass(frozen=True)
 class Storage:

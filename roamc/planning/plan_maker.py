@@ -17,7 +17,7 @@ from roamc.cost import utilisation
 from roamc.errors import OptionError
 from roamc.gpus import Gpu
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
-from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes
+from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes, of_eager
 from roamc.graph.in_flight import waiting_bytes
 from roamc.graph.memory import MemoryModel, build_memory, input_bytes
 from roamc.graph.ranks import planned_groups, with_same_plan
@@ -68,7 +68,7 @@ def prepared(
     floor = other_orders.eager_floor(graph, memory) if peak < layout.EFFORT.small_graph else {}
     graph = graph.replace(eager_bytes=peak, eager_floor=floor)
     most_threads = max(threads, torch.get_num_threads())  # a plan from elsewhere may be counted again for more
-    most = int((live + cost.workspaces(memory.operators, most_threads, eager=True)).max(initial=0))
+    most = int((live + cost.workspaces(of_eager(memory).operators, most_threads, eager=True)).max(initial=0))
     own = cost.tensor_objects(memory, list(graph.graph.nodes), *eager_lifetimes(memory)).peak()
     needs = most + cost.objects(most, own)
     needs += waiting_bytes(graph, memory, eager=True)
