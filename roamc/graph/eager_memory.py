@@ -152,7 +152,6 @@ def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int6
     missing = not_made(memory)
     _keep_to_end_of_node(memory, row, dead)
     _keep_in_variables(memory, row, dead)
-    _keep_lists(memory, row, dead)
     _write_in_place(memory, row, born, dead, missing)
     for index in missing:
         dead[row[index]] = born[row[index]]
@@ -202,12 +201,22 @@ def _keep_to_end_of_node(memory: MemoryModel, row: Mapping[int, int], dead: Int6
 
 
 def _keep_in_variables(memory: MemoryModel, row: Mapping[int, int], dead: Int64s) -> None:
-    """Let results of :data:`NAMED` in the update live until their variable names something else.
+    """Let results of :data:`NAMED` in the update live until their variable names something else, or its loop ends.
 
     A result that makes another one, such as the negated gradient of which a sum is made, loses its variable to that.
+    Where lists are updated, see :func:`_keep_lists`, no variable is left of an earlier loop.
     """
-    updates = [(step, each) for step, each in _updates(memory) if FOREACH not in each.node.meta]
-    ends: dict[Any, Step] = dict.fromkeys(NAMED, len(memory.operators))
+    updates = [(step, each) for step, each in enumerate(memory.operators) if each.phase is Phase.UPDATE]
+    for of_lists, members in itertools.groupby(updates, lambda update: FOREACH in update[1].node.meta):
+        (_keep_lists if of_lists else _keep_in_loop)(memory, row, dead, [*members])
+
+
+Updates = list[tuple[Step, Operator]]
+"""Operators of the update that eager runs one after the other, with their steps."""
+
+
+def _keep_in_loop(memory: MemoryModel, row: Mapping[int, int], dead: Int64s, updates: Updates) -> None:
+    ends: dict[Any, Step] = dict.fromkeys(NAMED, updates[-1][0] + 1)
     makes_another: dict[int, bool] = {}  # of a storage: whether its last reader does
     for step, operator in reversed(updates):
         target = operator.node.target
@@ -220,20 +229,16 @@ def _keep_in_variables(memory: MemoryModel, row: Mapping[int, int], dead: Int64s
             makes_another.setdefault(index, bool(operator.births))
 
 
-def _keep_lists(memory: MemoryModel, row: Mapping[int, int], dead: Int64s) -> None:
+def _keep_lists(memory: MemoryModel, row: Mapping[int, int], dead: Int64s, updates: Updates) -> None:
     """Let the results of :data:`LISTED` live until the next list of the same group is there."""
     begins: dict[tuple[int, int], Step] = {}
-    for step, operator in reversed(_updates(memory)):
-        if FOREACH in operator.node.meta and operator.node.target is LISTED:
+    for step, operator in reversed(updates):
+        if operator.node.target is LISTED:
             group, number, _ = operator.node.meta[FOREACH]
             begins[group, number] = step
             for index in operator.births:
                 if index in row:
                     dead[row[index]] = max(dead[row[index]], 1 + begins.get((group, number + 1), -1))
-
-
-def _updates(memory: MemoryModel) -> list[tuple[Step, Operator]]:
-    return [(step, each) for step, each in enumerate(memory.operators) if each.phase is Phase.UPDATE]
 
 
 def _keep_to_end_of_expression(
