@@ -10,7 +10,7 @@ single-tensor form is used; the operators' ``meta`` says what eager holds, which
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,8 @@ class Rule:
             step.
         write: function of (writer, parameter, gradient, states, scalars, group) that appends the update by a
             :class:`roamc.graph.rewrite.Writer`. States and scalars are nodes by key and name; the update writes to
-            the parameter and the states in place. Whether eager runs it for lists of tensors says "foreach" of the group;
-            it must write the same operators to all parameters of a group.
+            the parameter and the states in place, with the same operators for all parameters of a group. "foreach" of
+            the group says whether eager runs them for lists of tensors.
         start: what the states hold before the first step.
         literals: keys of a group whose values stand in the graph.
         shape: function of (group, shape of a parameter) that returns the shape of its states, and of the gradient that

@@ -24,7 +24,16 @@ from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.hooks import check_hooks
 from roamc.capture.in_place_values import as_values
 from roamc.capture.leaves import check_dtypes
-from roamc.capture.optimizers import Rule, check_dense, check_state, fresh_state, rule_for, runs_foreach, structure
+from roamc.capture.optimizers import (
+    Group,
+    Rule,
+    check_dense,
+    check_state,
+    fresh_state,
+    rule_for,
+    runs_foreach,
+    structure,
+)
 from roamc.capture.parts import check_clipping, check_placements, clipped
 from roamc.capture.projected import Projected, project
 from roamc.capture.questions import Question
@@ -224,7 +233,6 @@ class _Assembly:
         projected = project(writer, grads, self.rule, feeds, groups, self.traced.parameters)
         grads = projected.gradients
         waits: dict[str, str] = {}
-        lists = _lists(groups, {name: parameters[name].meta["val"] for name in grads})
         with graph.inserting_before(end):
             if self.request.clip_grad_norm is not None:
                 check_clipping(graph, {name: self.traced.parameters[name] for name in grads}, self._averaged())
@@ -233,11 +241,10 @@ class _Assembly:
             for name, grad in self._clip(writer, grads).items():
                 last = end.prev
                 self.rule.write(writer, parameters[name], grad, *feeds[name], groups[name])
-                written = itertools.takewhile(lambda node: node is not end, _behind(last))
-                for call, node in enumerate(written):
+                for call, node in enumerate(_between(last, end)):
                     waits[node.name] = grads[name].name
-                    if name in lists:
-                        node.meta[FOREACH] = (*lists[name], call)
+                    if groups[name]["foreach"]:
+                        node.meta[FOREACH] = (*groups[name]["foreach"], call)
         end.args = ((loss, *handed),)
         graph.set_codegen(fx.graph.CodeGen())
         self.module.recompile()
@@ -291,20 +298,35 @@ class _Assembly:
     def _groups(self, inputs: Mapping[str, fx.Node]) -> dict[str, dict[str, Any]]:
         """Parameter name to its group, with its number under "index" and the parameter's stream under "stream".
 
-        Under "foreach" it has whether eager updates lists of tensors. ``inputs`` maps names of parameters to nodes.
+        Under "foreach" it has the first two numbers of :data:`roamc.graph.memory.FOREACH` where eager updates lists of
+        tensors, else None. ``inputs`` maps names of parameters to nodes.
         """
         names = {id(parameter): name for name, parameter in self.traced.parameters.items()}
-        trained = set(self.traced.updated)
         groups = {}
         for index, group in enumerate(self.request.optimizer.param_groups):
-            updated = [names[id(each)] for each in group["params"] if names[id(each)] in trained]
-            devices = {inputs[name].meta["val"].device for name in updated}
-            live = [self.traced.parameters[name] for name in updated]
-            foreach = all(runs_foreach(group, live, self.request.runs_on or device) for device in devices)
+            lists = self._lists(group, [names[id(parameter)] for parameter in group["params"]], inputs)
             streams = None if self.rule.shape is None else group["streams"]
             for parameter, stream in zip(group["params"], streams or itertools.repeat(None), strict=False):
-                groups[names[id(parameter)]] = {**group, "index": index, "stream": stream, "foreach": foreach}
+                name = names[id(parameter)]
+                foreach = (index, lists[name]) if name in lists else None
+                groups[name] = {**group, "index": index, "stream": stream, "foreach": foreach}
         return groups
+
+    def _lists(self, group: Group, names: Sequence[str], inputs: Mapping[str, fx.Node]) -> dict[str, int]:
+        """Name of each parameter that eager updates in a list to the number of the list: one a device and dtype.
+
+        ``names`` are those of the parameters of ``group``, ``inputs`` maps them to nodes.
+        """
+        updated = set(self.traced.updated)
+        values = {name: inputs[name].meta["val"] for name in names if name in updated}
+        live = [self.traced.parameters[name] for name in values]
+        planned_for = self.request.runs_on
+        there = planned_for if planned_for is not None and planned_for.type != "cpu" else None
+        devices = {there or value.device for value in values.values()}
+        if not all(runs_foreach(group, live, device) for device in devices):
+            return {}
+        numbers: dict[tuple[torch.device, torch.dtype], int] = {}
+        return {name: numbers.setdefault((value.device, value.dtype), len(numbers)) for name, value in values.items()}
 
     def _add_inputs(
         self, graph: fx.Graph, last: fx.Node, groups: dict[str, dict[str, Any]]
@@ -415,29 +437,9 @@ def optimizer_key(
     )
 
 
-def _lists(
-    groups: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[int, int]]:
-    """Return the first two numbers of :data:`roamc.graph.memory.FOREACH` for each parameter whose group has them.
-
-    Args:
-        groups: parameter name to its group, with "index" and "foreach".
-        parameters: name to parameter, for those that are updated.
-    """
-    numbers: dict[int, dict[tuple[torch.device, torch.dtype], int]] = {}
-    lists = {}
-    for name, parameter in parameters.items():
-        index = groups[name]["index"]
-        if groups[name]["foreach"]:
-            of_group = numbers.setdefault(index, {})
-            lists[name] = index, of_group.setdefault((parameter.device, parameter.dtype), len(of_group))
-    return lists
-
-
-def _behind(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of a graph behind ``node``."""
-    while True:
-        node = node.next
+def _between(node: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes of a graph behind ``node`` and in front of ``end``."""
+    while (node := node.next) is not end:
         yield node
 
 

@@ -70,7 +70,7 @@ class StepRequest:
         rebuild: turns leaves into the arguments that ``loss_fn`` gets after the model.
         clip_grad_norm: the largest 2-norm of all gradients together; None for no clipping.
         device: where tensors on the meta device are taken to be; None for the CPU.
-        runs_on: where the step is to run, if it is traced on another device; None for where it is traced.
+        runs_on: the GPU that the step is planned for where it is traced on a CPU; None, or a CPU, for none.
         reduced: :attr:`roamc.capture.step.CapturedStep.reduced` of an earlier capture of this step, whose order is
             kept; else empty.
         repeated: whether layers that are alike are traced once, see :mod:`roamc.capture.repeats`; for plans alone.

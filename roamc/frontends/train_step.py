@@ -230,7 +230,7 @@ class TrainStep:
         leaves, nest = take_apart((batch, named))
         take_parameters_apart(self.model)
         self._key(leaves, nest)  # refuses what no plan is made for
-        request = replace(self._request(leaves, nest), repeated=True)
+        request = replace(self._request(leaves, nest), repeated=True, runs_on=device)
         with self._told():
             with traced_for(device):
                 captured, _, seconds = _captured(request)

@@ -143,9 +143,8 @@ def _capture_update(workload: Workload, clip_grad_norm: float | None, device: to
         return tuple(put_together(values, nest))
 
     optimizer = optimizer_of(workload)
-    elsewhere = None if device.type == "cpu" else device
     request = StepRequest(
-        workload.model, spread, optimizer, tuple(leaves), rebuild, clip_grad_norm, runs_on=elsewhere, repeated=True
+        workload.model, spread, optimizer, tuple(leaves), rebuild, clip_grad_norm, runs_on=device, repeated=True
     )
     return capture_step(request).graph.replace(name=workload.name)
 

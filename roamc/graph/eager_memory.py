@@ -91,7 +91,7 @@ def of_eager(memory: MemoryModel) -> MemoryModel:
 
 
 def _by_call(memory: MemoryModel) -> MemoryModel:
-    """Return ``memory`` with the operators of :data:`FOREACH` in the order of the calls, at the places they have now."""
+    """Return ``memory`` with its operators of :data:`FOREACH` in the order of the calls, at the places they have."""
     calls = {at: each.node.meta[FOREACH] for at, each in enumerate(memory.operators) if FOREACH in each.node.meta}
     if not calls:
         return memory
@@ -136,7 +136,7 @@ def eager_lifetimes(memory: MemoryModel, *, dropped: bool = False) -> tuple[Int6
     has ``dead == born`` as well.
 
     Args:
-        memory: of a graph in program order, as :func:`of_eager` returned it.
+        memory: of a graph in program order; :func:`of_eager` brings updates of lists into eager's order.
         dropped: whether the caller drops the outputs of forward at once, see
             :func:`roamc.graph.lifetimes.dropped_lifetimes`.
 

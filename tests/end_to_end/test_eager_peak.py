@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import roamc
 from roamc.cli.demo.worker import peak_bytes
@@ -257,29 +258,49 @@ def test_eagers_peak_of_a_model_is_within_two_percent(name: str, route: str) -> 
     assert plan.peak_bytes <= measured * 1.001
 
 
-UPDATES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adam": lambda ps: torch.optim.Adam(ps),
-    "adam with weight decay": lambda ps: torch.optim.Adam(ps, weight_decay=0.1),
-    "adam up the gradient": lambda ps: torch.optim.Adam(ps, maximize=True),
-    "adam up the gradient with weight decay": lambda ps: torch.optim.Adam(ps, maximize=True, weight_decay=0.1),
-    "adamw": lambda ps: torch.optim.AdamW(ps),
-    "amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True),
-    "fused": lambda ps: torch.optim.Adam(ps, fused=True),
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
-    "sgd with momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "sgd with nesterov": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "sgd up the gradient": lambda ps: torch.optim.SGD(ps, lr=0.1, maximize=True),
-}
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+UPDATES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adam": (ADAM, {}),
+    "adam with weight decay": (ADAM, {"weight_decay": 0.1}),
+    "adam up the gradient": (ADAM, {"maximize": True}),
+    "adam up the gradient with weight decay": (ADAM, {"maximize": True, "weight_decay": 0.1}),
+    "adamw": (ADAMW, {}),
+    "amsgrad": (ADAM, {"amsgrad": True}),
+    "sgd": (SGD, {}),
+    "sgd with weight decay": (SGD, {"weight_decay": 0.1}),
+    "sgd with momentum": (SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "sgd with nesterov": (SGD, {"momentum": 0.9, "nesterov": True}),
+    "sgd with nesterov and decay": (SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    "sgd up the gradient": (SGD, {"maximize": True}),
+    "sgd up the gradient with nesterov": (
+        SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "maximize": True}
+    ),
+}  # fmt: skip
 """Optimizers whose temporaries are eager's peak where the parameters are most of what there is."""
 
+WIDTHS = (256, 384, 512, 128)
 
-@pytest.mark.parametrize("limit", [None, 1.0])
-@pytest.mark.parametrize("name", UPDATES)
-def test_eagers_peak_counts_what_the_update_holds(name: str, limit: float | None) -> None:
-    torch.manual_seed(0)
-    widths = (256, 384, 512, 128)
-    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)))
-    x, optimizer = torch.randn(2, widths[0]), UPDATES[name](list(model.parameters()))
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(WIDTHS)))
+
+
+class InTurn(nn.Module):
+    """Layers of float32, bfloat16 and float64, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = torch.float32, torch.bfloat16, torch.float64
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False).to(dtype) for dtype in 2 * dtypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x
+
+
+def assert_baseline_is_measured(model: nn.Module, optimizer: Optimizer, limit: float | None = None) -> None:
+    x = torch.randn(2, WIDTHS[0])
 
     def step() -> None:
         model(x).sum().backward()
@@ -295,6 +316,69 @@ def test_eagers_peak_counts_what_the_update_holds(name: str, limit: float | None
     assert plan.peak_bytes <= measured * 1.001
 
 
+@pytest.mark.parametrize("limit", [None, 1.0])
+@pytest.mark.parametrize("form", ["one by one", "foreach"])
+@pytest.mark.parametrize("name", UPDATES)
+def test_eagers_peak_counts_what_the_update_holds(name: str, form: str, limit: float | None) -> None:
+    model, (kind, settings) = layers(), UPDATES[name]
+    optimizer: Any = kind(model.parameters(), lr=0.1, foreach=form == "foreach", **settings)  # type: ignore[call-arg]
+    assert_baseline_is_measured(model, optimizer, limit)
+
+
+def test_eagers_peak_counts_no_more_than_the_gradients_of_a_fused_update() -> None:
+    model = layers()
+    assert_baseline_is_measured(model, ADAM(model.parameters(), fused=True))
+
+
+@pytest.mark.parametrize("name", ["adam", "adam with weight decay", "sgd up the gradient", "sgd with momentum"])
+def test_eagers_peak_counts_the_lists_of_each_dtype(name: str) -> None:
+    """Adam's last one is there until the next one is."""
+    model, (kind, settings) = InTurn(), UPDATES[name]
+    assert_baseline_is_measured(model, kind(model.parameters(), lr=0.1, foreach=True, **settings))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("larger_first", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("name", ["adam up the gradient with weight decay", "adamw", "sgd with weight decay"])
+def test_eagers_peak_counts_the_lists_of_each_group(name: str, first: bool, second: bool, larger_first: bool) -> None:
+    model, (kind, settings) = layers(), UPDATES[name]
+    weights = list(model.parameters())
+    parts = (weights[:2], weights[2:]) if larger_first else (weights[2:], weights[:2])
+    groups = [{"params": part, "foreach": form} for part, form in zip(parts, (first, second), strict=True)]
+    assert_baseline_is_measured(model, kind(groups, lr=0.1, **settings))  # type: ignore[call-arg]
+
+
+RATE = torch.tensor(0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "lists"),
+    [
+        (ADAMW, {}, True),
+        (ADAMW, {"foreach": False}, False),
+        (ADAMW, {"fused": False}, False),
+        (ADAMW, {"lr": RATE}, False),
+        (SGD, {"lr": RATE, "weight_decay": 0.1}, True),
+        (SGD, {"foreach": False, "weight_decay": 0.1}, False),
+    ],
+)
+def test_eagers_peak_on_a_gpu_that_is_not_here_counts_what_torch_runs_there(
+    kind: type[Optimizer], settings: dict[str, Any], lists: bool
+) -> None:
+    """Where nothing is said, lists; but Adam has none with a learning rate that is a tensor."""
+
+    def baseline(device: str, **more: Any) -> int:
+        model = layers()
+        optimizer = kind(model.parameters(), **{**settings, **more})
+        whole: dict[str, Any] = {"loss_fn": lambda m, x: m(x).sum(), "optimizer": optimizer}
+        return roamc.plan(model, torch.randn(2, WIDTHS[0]), **whole, device=device).baseline_bytes
+
+    assert baseline("cuda") == baseline("cpu", foreach=lists, fused=None, lr=0.1)
+    assert baseline("cpu") == baseline("cpu", foreach=False, fused=None, lr=0.1)
+    assert baseline("cpu", foreach=True, fused=None, lr=0.1) != baseline("cpu", foreach=False, fused=None, lr=0.1)
+
+
 class Summed(nn.Module):
     """Two parameters with one gradient, of which autograd makes two."""
 
@@ -306,21 +390,14 @@ class Summed(nn.Module):
         return x @ (self.first + self.second)
 
 
-def test_eagers_peak_counts_the_clipped_gradient_of_each_parameter() -> None:
-    model, x = Summed(), torch.randn(2, 256)
-    optimizer = sgd(model)
-
-    def step() -> None:
-        model(x).sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    plan = roamc.plan(model, x, loss_fn=lambda m, x: m(x).sum(), optimizer=optimizer, clip_grad_norm=1.0)
-    _, measured = peak_bytes(step)
-    assert plan.baseline_bytes == pytest.approx(measured, rel=0.02)
-    assert plan.peak_bytes <= measured * 1.001
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_eagers_peak_counts_the_clipped_gradient_of_each_parameter(foreach: bool, nesterov: bool) -> None:
+    model = Summed()
+    momentum = 0.9 if nesterov else 0.0
+    assert_baseline_is_measured(
+        model, SGD(model.parameters(), lr=0.1, momentum=momentum, nesterov=nesterov, foreach=foreach), limit=1.0
+    )
 
 
 class Loop(nn.Module):
