@@ -111,20 +111,31 @@ class Plan:
         """Bytes of the whole process: what the caller holds, the step, and on a GPU the margin."""
         return sum(self.fixed_bytes.values()) + self.needed_bytes + sum(self.margin_bytes.values())
 
-    def limited_bytes(self, *, total: bool) -> Bytes:
+    @property
+    def baseline_total_bytes(self) -> Bytes:
+        """Bytes of the whole process that runs the same step with eager PyTorch, counted as :attr:`total_bytes` is."""
+        return self.total_bytes + self.limited_bytes(total=True, eager=True) - self.limited_bytes(total=True)
+
+    def limited_bytes(self, *, total: bool, eager: bool = False) -> Bytes:
         """Return what a budget is compared with: ``needed_bytes``.
 
         Args:
             total: whether the budget is what a total leaves to the step. On a GPU, what torch's caching allocator
                 loses of what the step holds outside its arena is then counted as well.
+            eager: whether to count eager PyTorch's step, which has no arena, in place of the plan's.
         """
-        apart = self.needed_bytes - self.arena_bytes if total and self.margin_bytes else 0
-        return self.needed_bytes + rounding(apart)
+        needed, arena = (self.baseline_needed_bytes, 0) if eager else (self.needed_bytes, self.arena_bytes)
+        return needed + rounding(needed - arena if total and self.margin_bytes else 0)
 
     @property
     def fits(self) -> bool | None:
         """Whether :attr:`room` holds the whole process; None where nothing was named."""
         return self.total_bytes <= self.room_bytes if self.room_bytes else None
+
+    @property
+    def baseline_fits(self) -> bool | None:
+        """Whether :attr:`room` holds the process that runs eager PyTorch; None where nothing was named."""
+        return self.baseline_total_bytes <= self.room_bytes if self.room_bytes else None
 
     @property
     def headline(self) -> str:
@@ -139,7 +150,7 @@ class Plan:
         total = f"{self.against_room[0]} = {' + '.join(sizes) or 'nothing'}"
         if self.fits is None:
             return f"{self.name} needs {total}{self._left_out()}"
-        verdict = f"{'fits' if self.fits else 'does not fit'} {self.against_room[1]}"
+        verdict = f"{_VERDICTS[self.fits]} {self.against_room[1]}"
         if self.added_share:
             verdict += f"{'' if self.fits else ' even'} with {self.added_share:.1%} more time"
         return f"{self.name} {verdict}{self._left_out()}: {total}"
@@ -147,10 +158,13 @@ class Plan:
     @property
     def against_room(self) -> tuple[str, str]:
         """The total, and :attr:`room` with its article, with as many digits as it takes to see which is larger."""
-        total, room = format_apart(self.total_bytes, self.room_bytes)
+        return self._beside_room(self.total_bytes)
+
+    def _beside_room(self, nbytes: Bytes) -> tuple[str, str]:
+        size, room = format_apart(nbytes, self.room_bytes)
         if not self.room_bytes:
-            return format_bytes(self.total_bytes), ""
-        return total, _with_article(self.room.replace(format_bytes(self.room_bytes), room))
+            return format_bytes(nbytes), ""
+        return size, _with_article(self.room.replace(format_bytes(self.room_bytes), room))
 
     @property
     def left_bytes(self) -> Bytes:
@@ -211,8 +225,9 @@ class Plan:
 
     def report(self) -> dict[str, Any]:
         """Return the plan as plain data with wall times and what follows from its fields, for JSON that tools read."""
-        more = {"fragmentation": self.fragmentation, "total_bytes": self.total_bytes, "fits": self.fits is not False}
-        return {**self.to_dict(seconds=True), **more}
+        own = {"fragmentation": self.fragmentation, "total_bytes": self.total_bytes, "fits": self.fits is not False}
+        eager = {"baseline_total_bytes": self.baseline_total_bytes, "baseline_fits": self.baseline_fits}
+        return {**self.to_dict(seconds=True), **own, **eager}
 
     def to_json(self, *, seconds: bool = False) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads.
@@ -260,6 +275,7 @@ class Plan:
         share = _against(self.peak_bytes, self.baseline_bytes, f"of eager's{one}")
         return (
             ("total", self.against_room[0], self._total_remark()),
+            self._eager_row(),
             ("peak", format_bytes(self.peak_bytes), share),
             *self._workspace_rows(),
             *self._budget_rows(),
@@ -277,6 +293,12 @@ class Plan:
             return f"of the whole process{self._left_out()}"
         size, room = format_apart(self.room_bytes, self.total_bytes)[0], self.against_room[1]
         return f"of {room if size in room else f'{size}: {self.room}'}{self._left_out()}"
+
+    def _eager_row(self) -> tuple[str, str, str]:
+        """The total of the user's own loop, and its verdict."""
+        total, room = self._beside_room(self.baseline_total_bytes)
+        verdict = "" if self.baseline_fits is None else f"{_VERDICTS[self.baseline_fits]} {room}, "
+        return ("eager's total", total, f"{verdict}the same step as eager PyTorch runs it{self._left_out()}")
 
     def _margin_rows(self) -> tuple[tuple[str, str, str], ...]:
         if not self.margin_bytes:
@@ -398,10 +420,12 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 WITHOUT_STATES = "forward and backward only: the optimizer's states come on top of the total"
 """The note of a plan without an update."""
 
+_VERDICTS = {True: "fits", False: "does not fit"}
+
 _METRICS = (
     "total_bytes", "needed_bytes", "peak_bytes", "bound_bytes", "arena_bytes", "live_bytes", "least_bytes",
-    "baseline_bytes", "baseline_needed_bytes", "budget_bytes", "room_bytes", "fragmentation", "in_flight",
-    "step_seconds", "added_seconds", "added_bound_seconds",
+    "baseline_bytes", "baseline_needed_bytes", "baseline_total_bytes", "budget_bytes", "room_bytes", "fragmentation",
+    "in_flight", "step_seconds", "added_seconds", "added_bound_seconds",
 )  # fmt: skip
 """The attributes that :meth:`Plan.metrics` has as they are."""
 

@@ -128,13 +128,14 @@ def levels(picture: Picture) -> Iterator[Level]:
     more = f"{inside}; and what others in flight hold" if plan.in_flight > 1 else inside
     gaps = plan.baseline_bytes - eager.live_bytes, plan.peak_bytes - planned.live_bytes
     workspace = plan.baseline_needed_bytes - plan.baseline_bytes, plan.needed_bytes - plan.peak_bytes
+    eager_margin = plan.baseline_total_bytes - base - plan.baseline_needed_bytes
     rest = (
         Level("", "gaps", "in the arena, and results on their way into it", *gaps),
         Level("", "workspace", more, *workspace),
-        Level("", "margin", format_parts(plan.margin_bytes), margin, margin),
+        Level("", "margin", format_parts(plan.margin_bytes), eager_margin, margin),
     )
     yield from (level for level in rest if level.eager or level.planned)
-    yield Level("sum", "total", "", eager_total(plan), plan.total_bytes)
+    yield Level("sum", "total", "", plan.baseline_total_bytes, plan.total_bytes)
 
 
 def held(plan: Plan) -> dict[str, Bytes]:
@@ -143,11 +144,6 @@ def held(plan: Plan) -> dict[str, Bytes]:
     for role, size in plan.fixed_bytes.items():
         sizes[role if role in BASE else "input"] += size
     return {role: size for role, size in sizes.items() if size}
-
-
-def eager_total(plan: Plan) -> Bytes:
-    """Return the bytes of the whole process with eager PyTorch, counted as ``plan.total_bytes`` is."""
-    return plan.total_bytes - plan.needed_bytes + plan.baseline_needed_bytes
 
 
 def charts(picture: Picture) -> dict[str, tuple[Chart, ...]]:
@@ -183,7 +179,7 @@ def plot(picture: Picture, name: str, axis: Axis) -> Chart:
 def _timeline(picture: Picture, name: str, axis: Axis) -> Chart:
     report, plan = picture.report, picture.report.plan
     base = held(plan)
-    bottom, eager, total = sum(base.values()), eager_total(plan), plan.total_bytes
+    bottom, eager, total = sum(base.values()), plan.baseline_total_bytes, plan.total_bytes
     highest = max(eager, total)
     room = plan.room_bytes
     far = room > FAR * highest

@@ -146,7 +146,8 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
     eager, all_of_them = first.baseline_needed_bytes, f", {first.in_flight} micro-batches in flight"
     more = all_of_them if first.in_flight > 1 else ""
     room = f"; the total is to fit {first.against_room[1]}" if first.room_bytes else ""
-    say(out, f"plans of {name}, where eager needs {format_bytes(eager)}{more}{room}")
+    total = format_apart(first.baseline_total_bytes, first.room_bytes)[0]
+    say(out, f"plans of {name}, where eager needs {format_bytes(eager)}{more}, {total} in all{room}")
     rows = [
         (
             point.budget if isinstance(point.budget, str) else format_apart(point.budget, point.plan.needed_bytes)[0],

@@ -17,7 +17,7 @@ from roamc.cli.request import Request, picture
 from roamc.options import Options
 from roamc.report.axis import SPAN
 from roamc.report.box_chart import largest
-from roamc.report.html import charts, eager_total, levels, render, table, write
+from roamc.report.html import charts, levels, render, table, write
 from roamc.report.picture import Box, Picture
 from roamc.report.text import called, short
 from roamc.units import format_bytes
@@ -102,7 +102,7 @@ def test_page_begins_with_the_sentence_and_has_its_parts_in_their_order(small: P
 def test_page_adds_up_from_the_charts_to_the_total(small: Picture, page: Reader) -> None:
     plan, rows = small.report.plan, list(levels(small))
     peak = next(at for at, row in enumerate(rows) if row.style == "sum")
-    for of, total in (("planned", plan.total_bytes), ("eager", eager_total(plan))):
+    for of, total in (("planned", plan.total_bytes), ("eager", plan.baseline_total_bytes)):
         sizes = [getattr(row, of) for row in rows]
         assert sum(sizes[:peak]) == sizes[peak]
         assert sizes[peak] + sum(sizes[peak + 1 : -1]) == sizes[-1] == total
