@@ -39,6 +39,7 @@ from roamc.units import parse_bytes
 from roamc.version import __version__
 
 if TYPE_CHECKING:  # each command imports what it runs: help and errors of usage do without torch
+    from roamc.cli.request import Explained
     from roamc.frontends.largest import Fit
     from roamc.planning.plan import Plan
     from roamc.report.explain import Explanation
@@ -131,7 +132,7 @@ def plan(
             return
         if save is not None:
             _check_writable(save)
-        step_plan = _answer(request).plan
+        step_plan = _explained(request).report.plan
         if save is not None:
             step_plan.save(save)
         if as_json:
@@ -192,12 +193,13 @@ def explain(
         budget, number = _only(asked.budgets), _stage_number(asked.stage)
         request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
         traced = not (source or graph) if curve is None else curve
-        for path in (graphml, save):
+        for path in (graphml, save, html):
             if path is not None:
                 _check_writable(path)
         if kernels:
             _check_kernels(request.device)
-        report = _answer(request, source, traced) if html is None else _drawn(request, source, traced, html)
+        first = _explained(request, source, traced, html is not None)
+        report = first.report
         from roamc.graph.printed import printed, write_graphml
         from roamc.report import text
 
@@ -205,23 +207,28 @@ def explain(
             write_graphml(report.graph, graphml)
         if save is not None:
             report.plan.save(save)
-        compiled = _kernels(report) if kernels else None
+        as_text = not as_json and (not (source or graph) or curve or html is not None)
+        if as_text:
+            text.show_explanation(console(), report, top, by)
+        elif source and not as_json:
+            text.show_source(console(), report.source)
+        compiled = _kernels(report) if kernels else ()
+        if as_text and kernels:
+            text.show_kernels(console(), compiled)
+        if graph and not as_json:
+            typer.echo(printed(report.graph), nl=False)
+        if traced or html is not None:
+            console().file.flush()  # who interrupts what takes long, or reads no more, has the tables
+            report = _rest(first, traced, html)
         if as_json:
             more: dict[str, Any] = {"graph": printed(report.graph)} if graph else {}
-            if compiled is not None:
-                more["kernels"] = [dataclasses.asdict(kernel) for kernel in compiled]
+            more |= {"kernels": [dataclasses.asdict(kernel) for kernel in compiled]} if kernels else {}
             _print_json({**report.to_dict(top, by), **more})
-        elif not (source or graph) or curve or html is not None:
-            text.show_explanation(console(), report, top, by)
-            if compiled is not None:
-                text.show_kernels(console(), compiled)
+        elif as_text:
+            text.show_curve(console(), report)
             for content, path in (("picture", html), ("graph", graphml), ("plan", save)):
                 if path is not None:
                     typer.echo(f"\nthe {content} is in {path}")
-        elif source:
-            text.show_source(console(), report.source)
-        if graph and not as_json:
-            typer.echo(printed(report.graph), nl=False)
         _check_fits(report.plan)
 
 
@@ -507,11 +514,11 @@ def _only(budgets: tuple[str, ...]) -> str | None:
     return budgets[0] if budgets else None
 
 
-def _answer(request: Request, source: bool = False, curve: bool = False) -> Explanation:
+def _explained(request: Request, source: bool = False, curve: bool = False, drawn: bool = False) -> Explained:
     with Stages(f"building {request.target}") as stages:
-        from roamc.cli.request import answer
+        from roamc.cli.request import explained
 
-        return answer(request, source=source, curve=curve, say=stages.now)
+        return explained(request, source=source, curve=curve, drawn=drawn, say=stages.now)
 
 
 def _kernels(report: Explanation) -> tuple[KernelReport, ...]:
@@ -521,17 +528,16 @@ def _kernels(report: Explanation) -> tuple[KernelReport, ...]:
         return kernels(report.graph, stages.now)
 
 
-def _drawn(request: Request, source: bool, curve: bool, path: Path) -> Explanation:
-    """As :func:`_answer`, and write the HTML page to ``path``."""
-    _check_writable(path)
-    with Stages(f"building {request.target}") as stages:
-        from roamc.cli.request import picture
-        from roamc.report.html import write
+def _rest(first: Explained, curve: bool, html: Path | None) -> Explanation:
+    """Plan the curve and draw the page, where they are asked for, and return the explanation with the curve."""
+    with Stages(f"planning {first.report.plan.name}, the curve") as stages:
+        report = first.with_curve(stages.now) if curve else first.report
+        if html is not None:
+            from roamc.report.html import write
 
-        drawn = picture(request, source=source, curve=curve, say=stages.now)
-        stages.now(f"drawing {request.target}")
-        write(path, drawn)
-    return drawn.report
+            stages.now(f"drawing {report.plan.name}")
+            write(html, first.drawn(report))
+    return report
 
 
 def _check_writable(path: Path) -> None:

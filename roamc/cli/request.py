@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,15 +39,13 @@ from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options
 from roamc.planning import search
 from roamc.planning.planned import LARGER, SMALLER, Planned
-from roamc.report.curve import Curve, trace
+from roamc.report.curve import trace
 from roamc.report.explain import Explanation, Lives, explain, find_peak, lives_of
 from roamc.report.frontier import Point, frontier
-from roamc.report.picture import Picture, draw, follow
+from roamc.report.picture import Course, Picture, draw, follow
 from roamc.settings import Setting
 from roamc.solvers.warm_up import warm_up
 from roamc.units import Seconds, format_bytes
-
-C = TypeVar("C")
 
 Say = Callable[[str], None]
 """A function that is called with a few words on what is being done."""
@@ -68,7 +67,70 @@ def answer(
         CaptureError: the step cannot be captured.
         BudgetError: the plan does not fit the budget.
     """
-    return _explained(request, source, curve, say, lambda *_: None)[0]
+    first = explained(request, source=source, curve=curve, say=say)
+    return first.with_curve(say) if curve else first.report
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The explanation of a plan, and what may follow it.
+
+    Attributes:
+        report: the explanation, without the curve.
+    """
+
+    report: Explanation
+    _mesh: Mesh
+    _trials: search.PlanSearch
+    _before: Course | None
+    _lives: Lives
+    _profile: DeviceProfile
+
+    def with_curve(self, say: Say) -> Explanation:
+        """Plan for other peaks as well, and return the explanation with the curve; takes as long as half a dozen plans.
+
+        Only where the curve was asked for. ``say`` is called with a few words on what is being done.
+        """
+        plan = self.report.plan
+        say("getting the solvers ready")
+        warm_up()
+        with self._mesh.planned_for():
+            curve = trace(self._trials, plan, lambda stage: say(f"planning {plan.name}, the curve: {stage}"))
+        return dataclasses.replace(self.report, curve=curve)
+
+    def drawn(self, report: Explanation) -> Picture:
+        """Return the picture of the plan, with ``report`` as its explanation; only where it was asked for."""
+        assert self._before is not None
+        return draw(report, self._before, report.graph, self._lives, self._profile)
+
+
+def explained(
+    request: Request, *, source: bool = False, curve: bool = False, drawn: bool = False, say: Say = lambda stage: None
+) -> Explained:
+    """Build, capture and plan the step of ``request``, and return the explanation of its plan before any curve.
+
+    Args:
+        request: the model and the options.
+        source: whether to emit the program as well, for ``Explanation.source``.
+        curve: whether :meth:`Explained.with_curve` is going to be called.
+        drawn: whether :meth:`Explained.drawn` is going to be called.
+        say: called with a few words on what is being done.
+
+    Raises:
+        OptionError, CaptureError, BudgetError: as :func:`answer`.
+    """
+    options, mesh = options_of(request), mesh_of(request)
+    with mesh.planned_for():
+        graph, seconds = _captured(request, options, mesh, say)
+        lives = lives_of(graph, eager=True)
+        profile = load_profile(main_device(graph), options.profile)
+        eager = find_peak(graph, lives)  # planning moves the nodes
+        before = follow(graph, lives, profile) if drawn else None
+        planned, trials = _planned(request, graph, options, seconds, say, many=curve)
+    planned = _of_mesh(planned, request, mesh)
+    lives = lives_of(planned.graph)
+    report = explain(eager, planned, lives, emit(planned.graph).listing if source else "")
+    return Explained(report, mesh, trials, before, lives, profile)
 
 
 def points(request: Request, budgets: Sequence[str], *, say: Say = lambda stage: None) -> tuple[Point, ...]:
@@ -137,7 +199,7 @@ def _stage_plan(request: Request, graph: TrainGraph, options: Options, seconds: 
         say(f"stage {stage.number}: {text}")
 
     try:
-        planned, _ = _planned(request, graph, options, seconds, say_stage, curve=False)
+        planned, _ = _planned(request, graph, options, seconds, say_stage)
     except BudgetError as error:
         lowest: Any = error.plan
         return StagePlan(stage, lowest, lowest.step_seconds + lowest.added_seconds, fits=False)
@@ -206,25 +268,8 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
         CaptureError: the step cannot be captured.
         BudgetError: the plan does not fit the budget.
     """
-    report, before, graph, lives = _explained(request, source, curve, say, follow)
-    return draw(report, before, graph, lives, load_profile(main_device(graph), options_of(request).profile))
-
-
-def _explained(
-    request: Request, source: bool, curve: bool, say: Say, course: Callable[[TrainGraph, Lives, DeviceProfile], C]
-) -> tuple[Explanation, C, TrainGraph, Lives]:
-    """The explanation, the ``course`` of the captured graph, and the planned graph with its lives."""
-    options, mesh = options_of(request), mesh_of(request)
-    with mesh.planned_for():
-        graph, seconds = _captured(request, options, mesh, say)
-        lives = lives_of(graph, eager=True)
-        profile = load_profile(main_device(graph), options.profile)
-        eager, before = find_peak(graph, lives), course(graph, lives, profile)  # planning moves the nodes
-        planned, traced = _planned(request, graph, options, seconds, say, curve)
-    planned = _of_mesh(planned, request, mesh)
-    lives = lives_of(planned.graph)
-    report = explain(eager, planned, lives, emit(planned.graph).listing if source else "", traced)
-    return report, before, planned.graph, lives
+    first = explained(request, source=source, curve=curve, drawn=True, say=say)
+    return first.drawn(first.with_curve(say) if curve else first.report)
 
 
 def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple[TrainGraph, Seconds]:
@@ -253,23 +298,19 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
 
 
 def _planned(
-    request: Request, graph: TrainGraph, options: Options, seconds: Seconds, say: Say, curve: bool
-) -> tuple[Planned, Curve | None]:
-    """The plan, with the ``seconds`` of capture among its times, and its curve; None for that if it is not wanted."""
+    request: Request, graph: TrainGraph, options: Options, seconds: Seconds, say: Say, *, many: bool = False
+) -> tuple[Planned, search.PlanSearch]:
+    """The plan, with the ``seconds`` of capture among its times, and its search, for ``many`` more plans."""
     smaller = _smaller(request, options)
-    if curve:
-        say("getting the solvers ready")
-        warm_up()
     say(f"planning {graph.name}")
     with ticker.listening(lambda text: say(f"planning {graph.name}, {text}")):
-        trials = search.PlanSearch(graph, options, many=curve or options.gpu is not None)
+        trials = search.PlanSearch(graph, options, many=many or options.gpu is not None)
         try:
             planned = _with_way_out(trials.run(), trials, smaller)
         except BudgetError as error:
             raise BudgetError(f"{error}{smaller}", error.plan) from error
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
-    traced = trace(trials, plan, lambda stage: say(f"planning {graph.name}, the curve: {stage}")) if curve else None
-    return dataclasses.replace(planned, plan=plan), traced
+    return dataclasses.replace(planned, plan=plan), trials
 
 
 def _smaller(request: Request, options: Options) -> str:

@@ -198,7 +198,7 @@ class Explanation:
         return data
 
 
-def explain(eager: Peak, planned: Planned, lives: Lives, source: str = "", curve: Curve | None = None) -> Explanation:
+def explain(eager: Peak, planned: Planned, lives: Lives, source: str = "") -> Explanation:
     """Return what ``roamc explain`` shows of a planned graph.
 
     Args:
@@ -206,7 +206,6 @@ def explain(eager: Peak, planned: Planned, lives: Lives, source: str = "", curve
         planned: the planned graph and its plan.
         lives: what :func:`lives_of` returned for the planned graph.
         source: the emitted program; empty to leave it out.
-        curve: what lower peaks cost; None to leave it out.
     """
     order = planned.plan.decisions.get("reorder", {})
     candidates = tuple((str(name), int(peak)) for name, peak in order.get("candidates", ()))
@@ -223,7 +222,6 @@ def explain(eager: Peak, planned: Planned, lives: Lives, source: str = "", curve
         candidates=tuple(sorted(candidates, key=lambda item: item[1])),
         order=str(order.get("algorithm", "")),
         source=source,
-        curve=curve,
     )
 
 

@@ -80,7 +80,7 @@ def show_plan(out: Console, plan: Plan, *, debug: bool = False) -> None:
 
 
 def show_explanation(out: Console, report: Explanation, top: int, by: str | None = None) -> None:
-    """Print all sections of an explanation.
+    """Print all sections of an explanation but the curve, see :func:`show_curve`.
 
     Args:
         out: where to print.
@@ -89,7 +89,6 @@ def show_explanation(out: Console, report: Explanation, top: int, by: str | None
         by: what a peak is summed up by, as for :func:`roamc.report.explain.groups`.
     """
     show_plan(out, report.plan)
-    _show_curve(out, report)
     one = ", one micro-batch" if report.plan.in_flight > 1 else ""
     kept = "same graph, program order, gradients kept to the end"
     _show_peak(out, f"peak of {report.plan.name} as planned{one}", report.planned, top, by, report.plan.peak_bytes)
@@ -229,7 +228,8 @@ def _seconds(value: Seconds) -> str:
     return f"{value:.2f} s"
 
 
-def _show_curve(out: Console, report: Explanation) -> None:
+def show_curve(out: Console, report: Explanation) -> None:
+    """Print one row for each plan of the curve of ``report`` to ``out``; nothing if it has no curve."""
     if report.curve is None:
         return
     _heading(out, "memory against time: plans for other budgets, and the lower bound on their added time")

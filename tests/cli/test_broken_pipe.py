@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roamc.cli import commands
+from roamc.cli import commands, request
 
 SMALL = ["gpt", "--batch", "2", "--seq", "8", "--layers", "1", "--width", "16", "--heads", "2", "--vocab", "32"]
 
@@ -24,7 +24,7 @@ def storages(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["--version"], ["models"], ["models", "--json"], ["plan", *SMALL], ["plan", *SMALL, "--json"],
-     ["explain", *SMALL, "--no-curve"], ["explain", *SMALL, "--source"], ["explain", *SMALL, "--graph"],
+     ["explain", *SMALL], ["explain", *SMALL, "--source"], ["explain", *SMALL, "--graph"],
      ["max-batch", *SMALL[:1], *SMALL[3:], "--memory-budget", "1MB", "--largest", "1"], ["layout", "FILE"]],
     ids=lambda arguments: " ".join(part for part in arguments if part not in SMALL[1:]),
 )  # fmt: skip
@@ -39,6 +39,7 @@ def test_a_command_whose_reader_is_gone_ends_quietly(
         monkeypatch.setattr(sys, "argv", ["roamc", *arguments])
         monkeypatch.setattr(sys, "stderr", sys.stderr)  # typer wraps both, and they stay so
         monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(request, "trace", lambda *_: pytest.fail("nobody reads the curve"))
         with pytest.raises(SystemExit) as end:
             commands.app(prog_name="roamc")
         os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # what a buffer may hold still

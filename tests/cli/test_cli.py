@@ -242,6 +242,25 @@ def test_explain_shows_what_lower_peaks_cost() -> None:
     assert json.loads(run("explain", "gpt", *SMALL, "--no-curve", "--json").stdout)["curve"] is None
 
 
+@pytest.mark.parametrize("page", [False, True], ids=["text", "page"])
+def test_explain_prints_all_else_before_it_plans_the_curve(
+    page: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run("explain", "gpt", *SMALL).stdout
+    assert whole.index("by kind") < whole.index("layout") < whole.index("memory against time: ")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(request, "trace", interrupted)
+    more = ("--html", str(tmp_path / "plan.html")) if page else ()
+    result = CliRunner().invoke(app, ["explain", "gpt", *SMALL, *more])
+    assert result.exit_code not in (0, 2)
+    times = re.compile(r"planned in .*")
+    tables = whole.partition("\nmemory against time: ")[0]
+    assert times.sub("", result.stdout).rstrip() == times.sub("", tables).rstrip()
+
+
 def test_explain_says_what_is_encoded() -> None:
     sizes = ("--batch", "8", "--seq", "64", "--layers", "1", "--width", "128", "--heads", "4", "--vocab", "64")
     for share in range(75, 40, -5):  # the first budget for which a mask is worth packing

@@ -53,6 +53,7 @@ def test_lines_fit_and_words_are_whole(
     shows: tuple[Callable[[Console], None], ...] = (
         lambda out: text.show_explanation(out, explained, 20),
         lambda out: text.show_explanation(out, explained, 20, "line"),
+        lambda out: text.show_curve(out, explained),
         lambda out: text.show_points(out, "gpt", compared),
         lambda out: show_rows(out, ("what", "speed", "remark"), device.rows(load_profile(profile="h100"))),
         lambda out: say(out, note * 3),
