@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import getitem, is_
@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from roamc.errors import VerifyError
-from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, storage_name, tensors_of
+from roamc.graph import Phase, Port, Role, TrainGraph, output_values, placeholders, storage_name, tensors_of
 from roamc.graph.storage_ids import STORAGES, StorageId, all_ids, id_of, ids_of, placed
 from roamc.operators import ops
 from roamc.operators.table import Space
@@ -509,18 +509,22 @@ def written_inputs(graph: TrainGraph, nodes: Iterable[fx.Node]) -> set[str]:
     return {node.name for node in placeholders(graph.graph) if not storages.isdisjoint(all_ids([node]))}
 
 
-def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
-    """Return the bytes of the storages of inputs, by the value of the inputs' :class:`Role`, such as "parameter".
+def held_storages(graph: TrainGraph) -> Iterator[tuple[fx.Node, Port, StorageId]]:
+    """Yield each storage of inputs with its input's node and port, tangents left out.
 
-    Tangents are left out. Memory that several inputs share counts once, for the first of them.
+    Memory that several inputs share comes once, with the first of them.
     """
-    total: dict[str, Bytes] = {}
     seen: set[StorageId] = set()
     for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True):
-        if port.role is Role.TANGENT:
-            continue
         for storage in ids_of(node) if port.memory is None else (port.memory,):
-            if storage not in seen:
+            if port.role is not Role.TANGENT and storage not in seen:
                 seen.add(storage)
-                total[port.role.value] = total.get(port.role.value, 0) + storage.nbytes
+                yield node, port, storage
+
+
+def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
+    """Return the bytes of :func:`held_storages` by the value of the inputs' :class:`Role`, such as "parameter"."""
+    total: dict[str, Bytes] = {}
+    for _, port, storage in held_storages(graph):
+        total[port.role.value] = total.get(port.role.value, 0) + storage.nbytes
     return total

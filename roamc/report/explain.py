@@ -18,7 +18,7 @@ from roamc.graph import Phase, TrainGraph, placeholders
 from roamc.graph.eager_memory import eager_lifetimes, of_eager
 from roamc.graph.layout import Layout
 from roamc.graph.lifetimes import lifetimes, sizes, timeline
-from roamc.graph.memory import Int64s, MemoryModel, Place, Storage, build_memory
+from roamc.graph.memory import Int64s, MemoryModel, Place, Storage, build_memory, held_storages
 from roamc.graph.origin import OUTPUT
 from roamc.operators.out_variants import FormKind, form_of
 from roamc.operators.schemas import name_of
@@ -94,6 +94,23 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What the caller holds of one module during the whole step, or of all layers that are alike.
+
+    Attributes:
+        module: path of the module that has the parameters, with ``*`` for the numbers of layers; empty for inputs.
+        modules: number of modules: of the layers that ``module`` stands for.
+        nbytes: bytes of all of it.
+        roles: their parts, keys as in :attr:`roamc.planning.plan.Plan.fixed_bytes`.
+    """
+
+    module: str
+    modules: int
+    nbytes: Bytes
+    roles: Mapping[str, Bytes]
+
+
+@dataclass(frozen=True)
 class Peak:
     """The step of one order at which the most bytes live.
 
@@ -152,6 +169,7 @@ class Explanation:
         eager: the peak in program order, gradients kept to the end, as eager PyTorch runs it.
         planned: the peak in the chosen order.
         allocating: operators without an ``out=`` form, most bytes first.
+        held: what the caller holds by module, see :func:`held`; empty if the graph knows no modules.
         dropped: what is made again to keep the budget, most bytes first.
         smaller: what is kept in fewer bytes to keep the budget, those first that save most.
         projected: weights whose gradients are made in a subspace, in the sequence in which these are made.
@@ -168,6 +186,7 @@ class Explanation:
     planned: Peak
     graph: TrainGraph = field(repr=False)
     allocating: tuple[Allocating, ...]
+    held: tuple[Held, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     smaller: tuple[Smaller, ...] = ()
     projected: tuple[ProjectedWeight, ...] = ()
@@ -190,7 +209,7 @@ class Explanation:
             data[key] = dataclasses.asdict(data[key])
             data[key]["groups"] = [dataclasses.asdict(group) for group in groups(getattr(self, key), by)][:top]
             data[key]["storages"] = data[key]["storages"][:top]
-        for key in ("allocating", "dropped", "smaller", "projected", "grouped"):
+        for key in ("allocating", "held", "dropped", "smaller", "projected", "grouped"):
             data[key] = [dataclasses.asdict(item) for item in data[key]]
         data["curve"] = dataclasses.asdict(self.curve) if self.curve else None
         if not self.source:
@@ -215,6 +234,7 @@ def explain(eager: Peak, planned: Planned, lives: Lives, source: str = "") -> Ex
         planned=find_peak(planned.graph, lives),
         graph=planned.graph,
         allocating=allocating(planned.graph),
+        held=held(planned.graph),
         dropped=dropped(planned.graph, planned.plan),
         smaller=smaller(planned.graph, planned.plan),
         projected=projected(planned.graph, planned.plan),
@@ -333,6 +353,27 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
         copied = sum(storage.nbytes for storage in temporaries) - left
         totals[name] = Allocating(name, before.calls + 1, before.copied_bytes + copied, before.allocator_bytes + left)
     return tuple(sorted(totals.values(), key=lambda item: (-item.copied_bytes - item.allocator_bytes, item.operator)))
+
+
+def held(graph: TrainGraph) -> tuple[Held, ...]:
+    """Return what the caller holds by module, most bytes first; their sum is that of ``Plan.fixed_bytes``.
+
+    A state belongs to the module of its parameter, and memory that several modules share to the first of them. Nothing
+    is returned if the graph knows no modules.
+
+    Args:
+        graph: captured or planned.
+    """
+    origins = Origins(graph)
+    roles: dict[str, dict[str, Bytes]] = {}
+    modules: dict[str, set[str]] = {}
+    for node, port, storage in held_storages(graph):
+        origin = origins.holder(node, port)
+        own = roles.setdefault(origin.layers, {})
+        own[port.role.value] = own.get(port.role.value, 0) + storage.nbytes
+        modules.setdefault(origin.layers, set()).add(origin.module)
+    rows = [Held(layers, len(modules[layers]), sum(own.values()), own) for layers, own in roles.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.nbytes, row.module))) if any(roles) else ()
 
 
 def describe(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from roamc.graph import Phase, Role, TrainGraph, module_of, operators, placeholders, source_line
+from roamc.graph import Phase, Port, Role, TrainGraph, module_of, operators, placeholders, source_line
 from roamc.graph.origin import folded, innermost, path_of
 
 
@@ -33,7 +33,7 @@ class Origin:
 
 
 NOWHERE = Origin("", "", "")
-"""The origin of what no operator makes."""
+"""The origin of what no operator makes, and no module has."""
 
 
 class Origins:
@@ -58,6 +58,23 @@ class Origins:
         module = self._module(node, phase)
         return Origin(self._source(node, phase), module, self._fold(module))
 
+    def holder(self, node: fx.Node, port: Port) -> Origin:
+        """Return the module that has the parameter or buffer ``node``, or the parameter that this state belongs to.
+
+        Where capture knows no name of it, it is the module that reads it first. It is :data:`NOWHERE` for other inputs,
+        and if the graph knows no modules.
+        """
+        if not self._known or port.role not in (Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE):
+            return NOWHERE
+        if port.name == node.name:
+            module = next(filter(None, map(module_of, node.users)), self._model)
+        else:
+            module = self._owner(port.name.partition(":")[0])
+        return Origin("", module, self._fold(module))
+
+    def _owner(self, parameter: str) -> str:
+        return path_of(parameter.rpartition(".")[0]) or self._model
+
     def _source(self, node: fx.Node, phase: Phase) -> str:
         if line := source_line(node):
             return line
@@ -73,7 +90,7 @@ class Origins:
             return ""
         for current in itertools.chain((node,), _in_front(node)):
             if phase is Phase.UPDATE and current in self._parameters:
-                return path_of(self._parameters[current].rpartition(".")[0]) or self._model
+                return self._owner(self._parameters[current])
             if phase is not Phase.UPDATE and (module := module_of(current)):
                 return module
         return ""

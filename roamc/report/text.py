@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.syntax import Syntax
 
-from roamc.planning.plan import Plan
+from roamc.planning.plan import HELD, Plan
 from roamc.report.curve import Curve, Spot
 from roamc.report.explain import Allocating, Explanation, Group, Live, Peak, by_default, groups
 from roamc.report.frontier import Point
@@ -292,8 +292,12 @@ def group_rows(peak: Peak, by: str | None = None) -> tuple[tuple[str, ...], list
 
 def _made_by(group: Group, by: str) -> tuple[str, ...]:
     if by == "module":
-        return (f"{group.module} x {group.modules}" if group.modules > 1 else group.module,)
+        return (_in_layers(group.module, group.modules),)
     return (short(group.operator), group.source) if by == "line" else ()
+
+
+def _in_layers(module: str, modules: int) -> str:
+    return f"{module} x {modules}" if modules > 1 else module
 
 
 def _show_groups(out: Console, peak: Peak, top: int, by: str) -> None:
@@ -338,8 +342,29 @@ def _show_rest(out: Console, sizes: list[Bytes]) -> None:
 
 
 def tables(report: Explanation) -> tuple[Listed, ...]:
-    """Return what ``report`` lists of values that do not simply wait for backward, without empty lists."""
-    return tuple(each for each in (_dropped(report), _smaller(report), _projected(report)) if each.rows)
+    """Return what ``report`` lists beside the peaks: what is held, and values that do not simply wait for backward.
+
+    Empty lists are left out.
+    """
+    lists = (_held(report), _dropped(report), _smaller(report), _projected(report))
+    return tuple(each for each in lists if each.rows)
+
+
+def _held(report: Explanation) -> Listed:
+    fixed = report.plan.fixed_bytes
+    whole = sum(fixed.values())
+    rows = [
+        (
+            format_bytes(h.nbytes),
+            f"{h.nbytes / (whole or 1):.1%}",
+            *(format_bytes(h.roles[role]) if h.roles.get(role) else "" for role in fixed),
+            _in_layers(h.module, h.modules),
+        )
+        for h in report.held
+    ]
+    headings = ("bytes", "share", *(HELD.get(role, role) for role in fixed), "module")
+    title = f"fixed: {format_bytes(whole)} that the caller holds during the whole step"
+    return Listed(title, headings, tuple(range(2 + len(fixed))), rows, [h.nbytes for h in report.held])
 
 
 def _dropped(report: Explanation) -> Listed:

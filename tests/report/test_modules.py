@@ -21,7 +21,7 @@ from roamc.graph.origin import folded, path_of
 from roamc.options import Options
 from roamc.planning import search
 from roamc.report import text
-from roamc.report.explain import Peak, explain, find_peak, groups, lives_of
+from roamc.report.explain import Peak, explain, find_peak, groups, held, lives_of
 from roamc.report.tables import BY
 from tests.graphs import captured_step
 from tests.models import make
@@ -171,6 +171,38 @@ def test_logits_are_called_by_what_they_are() -> None:
     shown = explain(eager, planned, lives_of(planned.graph))
     text.show_explanation(Console(file=out, width=80), shown, 500)
     assert ", output['logits']" in out.getvalue()
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_is_held_has_modules_and_adds_up_to_what_is_fixed(halves: bool) -> None:
+    model, batch, loss = make("gpt2")
+    planned = search.run(capture(Workload("gpt2", model, batch, loss), forward_backward=halves), Options())
+    rows, fixed = held(planned.graph), planned.plan.fixed_bytes
+    for role, size in fixed.items():
+        assert sum(row.roles.get(role, 0) for row in rows) == size
+    assert sum(row.nbytes for row in rows) == sum(fixed.values())
+    layers = [model.get_submodule(f"transformer.h.{layer}.mlp.c_fc") for layer in (0, 1)]
+    weights = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
+    (row,) = (row for row in rows if row.module == "transformer.h.*.mlp.c_fc")
+    states = {} if halves else {"optimizer state": 2 * weights}
+    assert (row.modules, row.roles) == (2, {"parameter": weights, **states})
+    assert "lm_head" not in {row.module for row in rows}, "its weight is that of the embedding"
+    assert {tuple(row.roles) for row in rows if not row.module} == {("input",)}
+
+
+def test_what_is_held_is_shown_and_is_not_without_modules() -> None:
+    planned = search.run(captured_step(nn.Linear(3, 4), [torch.randn(2, 3)], square).graph, Options())
+    eager = find_peak(planned.graph, lives_of(planned.graph))
+    shown = explain(eager, planned, lives_of(planned.graph))
+    (listed,) = text.tables(shown)
+    assert listed.headings == ("bytes", "share", "parameters", "inputs", "optimizer state", "module")
+    assert listed.rows[0] == ("192 B", "88.9%", "64 B", "", "128 B", "Linear")
+    assert listed.rows[1] == ("24 B", "11.1%", "", "24 B", "", "")
+    assert shown.to_dict()["held"][0]["roles"] == {"parameter": 64, "optimizer state": 128}
+    for node in planned.graph.graph.nodes:
+        node.meta.pop("nn_module_stack", None)
+        node.meta.pop("fwd_nn_module_stack", None)
+    assert held(planned.graph) == ()
 
 
 @pytest.mark.parametrize("by", BY)
