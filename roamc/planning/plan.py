@@ -108,7 +108,10 @@ class Plan:
 
     @property
     def total_bytes(self) -> Bytes:
-        """Bytes of the whole process: what the caller holds, the step, and on a GPU the margin."""
+        """Bytes of the whole process: what the caller holds, the step, and on a GPU the margin.
+
+        On a CPU what Python and torch take for themselves is left out: it lies beside all tensors.
+        """
         return sum(self.fixed_bytes.values()) + self.needed_bytes + sum(self.margin_bytes.values())
 
     @property
@@ -289,10 +292,10 @@ class Plan:
         )
 
     def _total_remark(self) -> str:
-        if not self.room_bytes:
-            return f"of the whole process{self._left_out()}"
         size, room = format_apart(self.room_bytes, self.total_bytes)[0], self.against_room[1]
-        return f"of {room if size in room else f'{size}: {self.room}'}{self._left_out()}"
+        of = room if size in room else f"{size}: {self.room}"
+        beside = "" if self.margin_bytes else ", without what Python and torch take for themselves"
+        return f"of {of if self.room_bytes else 'the whole process'}{beside}{self._left_out()}"
 
     def _eager_row(self) -> tuple[str, str, str]:
         """The total of the user's own loop, and its verdict."""

@@ -195,6 +195,14 @@ def _shown(plan: Plan, label: str) -> str:
     return next(" ".join((value, remark)) for name, value, remark in plan.rows() if name == label)
 
 
+def test_a_total_on_a_cpu_says_that_python_and_torch_come_on_top() -> None:
+    workload = Workload("small", nn.Linear(4, 4), (torch.zeros(2, 4),), _loss)
+    for budget, of in ((None, "the whole process"), ("total:1MB", "1 MB")):
+        plan = search.run(capture(workload), parse_options({"memory_budget": budget})).plan
+        assert _shown(plan, "total").endswith(f" of {of}, without what Python and torch take for themselves")
+    assert "Python" not in _shown(search.run(_graph("mlp")[0], parse_options({})).plan, "total")
+
+
 def test_sizes_have_the_digits_that_show_the_verdict() -> None:
     plan = search.run(_graph("encoder")[0], parse_options({"memory_budget": "total:1GB"})).plan
     assert _shown(plan, "total") == f"{format_bytes(plan.total_bytes)} of 1 GB"
