@@ -28,6 +28,8 @@ FIRST: dict[str, int] = {
     "tests/benchmarks/test_retain_rivals.py::test_both_find_the_same_least_seconds_and_none_below_the_bound": 0,
     "tests/benchmarks/test_retain_rivals.py::test_full_budget_costs_nothing": 1,
     "tests/benchmarks/test_retain_rivals.py::test_random_layers_add_no_more_than_moccasin_does": 1,
+    "tests/capture/dump/test_exported.py::test_an_archive_gives_the_plan_of_its_model": 3,
+    "tests/capture/dump/test_exported.py::test_an_archive_gives_the_plan_of_the_program_that_was_exported": 0,
     "tests/capture/dump/test_logs.py::test_a_log_gives_the_plan_that_was_made_live": 3,
     "tests/capture/test_batch.py::test_step_takes_any_nest": 8,
     "tests/capture/test_caller_writes.py::test_two_forwards_before_their_backwards": 2,

@@ -18,10 +18,10 @@ from roamc.gpus import GPUS
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="NAME|FILE.py:FUNCTION|CONFIG|LOG|PLAN.json",
+        metavar="NAME|FILE.py:FUNCTION|CONFIG|LOG|MODEL.pt2|PLAN.json",
         help="A built-in model (see roamc models), a function that returns (model, inputs[, loss_fn[, optimizer]]), or "
         "a transformers configuration: a folder with config.json, or a .json file; or a log of "
-        "TORCH_TRACE, its folder, or a printed graph; or the file of a saved plan.",
+        "TORCH_TRACE, its folder, or a printed graph; or a .pt2 of torch.export; or the file of a saved plan.",
     ),
 ]
 Batch = Annotated[int | None, typer.Option("--batch", help="Batch size.")]
@@ -70,8 +70,8 @@ Sets = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A setting of the model, argument of the function or field of the configuration; of a log, the value of "
-        "a symbolic size; repeatable.",
+        help="A setting of the model, argument of the function or field of the configuration; of a log or .pt2, the "
+        "value of a symbolic size; repeatable.",
     ),
 ]
 Piece = Annotated[

@@ -1,4 +1,4 @@
-"""Files of torch as targets of the command line: ``roamc explain trace``, ``roamc plan joint_graph.txt``."""
+"""Files of torch as targets of the command line: ``roamc explain trace``, ``roamc plan issue.txt``, ``… model.pt2``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from pathlib import Path
 
 import torch
 
-from roamc.capture.dump import graphs
+from roamc.capture.dump import archive, graphs
+from roamc.capture.dump.archive import Program
+from roamc.capture.dump.exported import Exported, sizes_of
 from roamc.capture.dump.graphs import Dump
+from roamc.capture.dump.recognise import is_archive
 from roamc.capture.moved import device_of
 from roamc.cli.asked import Request
 from roamc.cli.words import settings_in
 from roamc.errors import OptionError, nearest
+from roamc.frontends.mesh import parse_mesh
+from roamc.frontends.workload import Workload
 from roamc.graph import TrainGraph
 
 
@@ -36,6 +41,16 @@ def _dump(request: Request) -> tuple[Dump, tuple[Dump, ...]]:
     return dumps[names.index(request.piece)], ()
 
 
+@functools.lru_cache(maxsize=1)
+def _programs(target: str, piece: str | None, changed: float) -> Program:
+    """A forward in an archive; read once, as several plans may be made of it. ``changed`` is when the file was."""
+    return archive.read(target, piece)
+
+
+def _program(request: Request) -> Program:
+    return _programs(request.target, request.piece, Path(request.target).stat().st_mtime)
+
+
 def device_in(request: Request) -> torch.device:
     """Return the device that a file is planned for: the one that is asked for, else that of its graph.
 
@@ -44,7 +59,9 @@ def device_in(request: Request) -> torch.device:
         OptionError: it has no such graph, or the device is unknown.
     """
     asked = device_of(request.device)
-    return asked if asked.type == "cuda" else graphs.device_in(_dump(request)[0])
+    if asked.type == "cuda" or not is_archive(request.target):
+        return asked if asked.type == "cuda" else graphs.device_in(_dump(request)[0])
+    return device_of("cuda" if _program(request).on_cuda else "cpu")
 
 
 def graph_in(request: Request) -> TrainGraph:
@@ -56,15 +73,47 @@ def graph_in(request: Request) -> TrainGraph:
         CaptureError: an operator of the graph cannot be planned.
     """
     dump, others = _dump(request)
-    sizes = settings_in(request)
-    wrong = next((name for name, size in sizes.items() if isinstance(size, bool) or not isinstance(size, int)), None)
-    if wrong is not None:
-        raise OptionError(f"--set {wrong}={sizes[wrong]}: settings of a file are values of its symbolic sizes, numbers")
-    name = Path(request.target).name.partition(".")[0]
-    graph = graphs.train_graph(dump, name, {key: int(size) for key, size in sizes.items()}, device_in(request))
+    graph = graphs.train_graph(dump, _name(request), _sizes(request), device_in(request))
     if not others:
         return graph
     first = ", ".join(f"{other.piece} ({other.statements} operators)" for other in others[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     note = f"graph {dump.piece} of {len(others) + 1}, the largest; --piece plans another: {first}{more}"
     return graph.replace(notes=(note, *graph.notes))
+
+
+def workload_in(request: Request) -> Workload:
+    """Return the model in an archive with inputs of the sizes that are asked for; of sizes that are not, the export's.
+
+    Raises:
+        DumpError: the archive has no forward that can be read.
+        OptionError: a setting is no size of it.
+    """
+    program, asked = _program(request), _sizes(request)
+    if request.mesh is not None and parse_mesh(request.mesh).tp > 1:
+        raise OptionError(f"{request.target} has no layers that tp could split, only operators: give the model")
+    model = Exported(program, sizes_of(program, asked))
+    notes = program.notes
+    kept = [f"{name} = {size}" for name, size in program.exported.items() if name not in asked]
+    if kept:
+        notes = (f"sizes as at the export: {', '.join(kept)}; --set {kept[0].split()[0]}=N plans another", *notes)
+    if program.losses > 1:
+        notes = (*notes, f"the first of {program.losses} scalar outputs is taken for the loss")
+    return Workload(_name(request), model, model.batch, notes=notes)
+
+
+def _name(request: Request) -> str:
+    return Path(request.target).name.partition(".")[0]
+
+
+def _sizes(request: Request) -> dict[str, int]:
+    """Values of symbolic sizes.
+
+    Raises:
+        OptionError: a setting is none.
+    """
+    sizes = settings_in(request)
+    wrong = next((name for name, size in sizes.items() if isinstance(size, bool) or not isinstance(size, int)), None)
+    if wrong is not None:
+        raise OptionError(f"--set {wrong}={sizes[wrong]}: settings of a file are values of its symbolic sizes, numbers")
+    return {key: int(size) for key, size in sizes.items()}

@@ -18,7 +18,7 @@ from torch import nn
 
 from roamc import ticker
 from roamc.budget import parse_budget
-from roamc.capture.dump.recognise import is_dump
+from roamc.capture.dump.recognise import is_archive, is_dump
 from roamc.capture.moved import built_for, device_of
 from roamc.cli import configs, dumps, zoo
 from roamc.cli.asked import Request
@@ -275,7 +275,7 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
 def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple[TrainGraph, Seconds]:
     if is_dump(request.target):
         start = time.perf_counter()
-        graph = devices.noted(dumps.graph_in(request), options, dumps.device_in(request))
+        graph = devices.noted(dumps.graph_in(request), options, _device(request))
         return graph, time.perf_counter() - start
     with redirect_stdout(sys.stderr), built_for(device_of(request.device)):  # what users' code prints is no answer
         workload = on_mesh(workload_of(request), mesh)
@@ -287,14 +287,14 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
             forward_backward=request.forward_backward,
             update=request.optimizer != NO_OPTIMIZER,
             clip_grad_norm=request.clip_grad_norm,
-            device=device_of(request.device),
+            device=_device(request),
         )
     notes = notes_on(workload.model, mesh, _tp_plan(request))
     notes += ends_note(settings_of(request.target), _stage(request))
     if request.target in MODELS and Path(request.target, "config.json").is_file():
         notes += (f"this is the built-in model; ./{request.target} plans the folder of that name",)
     graph = graph.replace(in_flight=_stage(request).in_flight, notes=(*graph.notes, *notes))
-    return devices.noted(graph, options, device_of(request.device)), time.perf_counter() - start
+    return devices.noted(graph, options, _device(request)), time.perf_counter() - start
 
 
 def _planned(
@@ -317,7 +317,8 @@ def _smaller(request: Request, options: Options) -> str:
     """The command that looks for the largest batch with the same options, behind a colon; "" where none is known to."""
     sized = request.sizes.get("batch") is not None or any(text.startswith("batch=") for text in request.sets)
     limits, function = limits_batch(options), is_function(request.target)
-    if is_dump(request.target) or not request.words or not (limits or options.gpu) or (function and not sized):
+    is_file = is_dump(request.target) or is_archive(request.target)
+    if is_file or not request.words or not (limits or options.gpu) or (function and not sized):
         return ""
     stage = () if request.stage is None else ("--stage", str(request.stage))
     budget = ("--memory-budget", request.memory_budget) if limits and request.memory_budget else ()
@@ -383,8 +384,12 @@ def options_of(request: Request) -> Options:
         raise OptionError(f"--clip-grad-norm is part of the update, which {left_out} leaves out")
     if request.forward_backward and request.optimizer is not None:
         raise OptionError("--optimizer names the update, which --forward-backward leaves out")
-    device = dumps.device_in(request) if is_dump(request.target) else device_of(request.device)
-    return devices.options_for(options_in(request), device)
+    return devices.options_for(options_in(request), _device(request))
+
+
+def _device(request: Request) -> torch.device:
+    is_file = is_dump(request.target) or is_archive(request.target)
+    return dumps.device_in(request) if is_file else device_of(request.device)
 
 
 def workload_of(request: Request) -> Workload:
@@ -400,7 +405,9 @@ def workload_of(request: Request) -> Workload:
     """
     check_optimizer(request.optimizer)
     settings = stage_settings(settings_in(request), settings_of(request.target), _stage(request))
-    if is_function(request.target):
+    if is_archive(request.target):
+        workload = dumps.workload_in(request)
+    elif is_function(request.target):
         workload = from_file(request.target, settings, meta=request.meta)
     elif request.target not in MODELS and is_path(request.target):
         own = {} if request.autocast is None else {"dtype": "float32"}

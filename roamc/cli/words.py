@@ -11,7 +11,7 @@ from re import fullmatch
 from typing import Any
 
 from roamc.budget import parse_budget
-from roamc.capture.dump.recognise import is_dump
+from roamc.capture.dump.recognise import is_archive, is_dump
 from roamc.cli.asked import Asked, Request
 from roamc.cli.models import AUTOCAST_NAMES, MODELS, check_task, checked, is_function, is_path
 from roamc.errors import OptionError, nearest
@@ -67,6 +67,10 @@ def check_words(asked: Asked) -> None:
         if needing is not None:
             raise OptionError(f"{request.target} has the graph of a step without its model, which {needing} needs")
         return
+    if is_archive(request.target):
+        return
+    if request.target.endswith(".pt2"):
+        raise OptionError(f"{request.target}: no such file")
     if request.piece is not None:
         raise OptionError(f"--piece names a graph of a log or printed text, and {request.target} is none")
     if request.target in MODELS or not (is_function(request.target) or is_path(request.target)):

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.capture.dump.archives import Mixed, Small, save, tokens
 from tests.capture.dump.test_text import CLASS, PEAK
 from tests.cli.test_cli import run
 
@@ -51,3 +53,32 @@ def test_a_file_without_a_graph_is_one_line_with_the_way_out(tmp_path: Path) -> 
     (tmp_path / "traces").mkdir()
     said = run("explain", str(tmp_path / "traces"), code=1).stderr
     assert "has no config.json, and no log of TORCH_TRACE" in said
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> str:
+    shapes = {"dynamic_shapes": ({0: torch.export.Dim("b", min=2)},)}
+    return str(save(tmp_path / "model.pt2", Mixed(), (tokens(4),), **shapes))
+
+
+def test_an_archive_is_planned_with_an_optimizer_sizes_and_a_gpu(archive: str) -> None:
+    plan = run("plan", archive, "--clip-grad-norm", "1").stdout
+    (size,) = re.findall(r"note: sizes as at the export: (s\d+) = 4; --set", plan)
+    assert "AdamW the optimizer by default" in plan
+    more = run("plan", archive, "--optimizer", "sgd", "--set", f"{size}=32", "--gpu", "h100").stdout
+    assert more.startswith("model fits an H100")
+    assert "as at the export" not in more
+    assert "optimizer state" not in more
+
+
+def test_what_an_archive_cannot_answer_is_said(archive: str, tmp_path: Path) -> None:
+    assert "no size 'batch'; did" not in (said := run("plan", archive, "--batch", "8", code=1).stderr)
+    assert "has no size 'batch'" in said
+    assert "no layers that tp could split" in run("plan", archive, "--mesh", "tp=2", code=1).stderr
+    assert "--size names the one" in run("max-batch", archive, "--gpu", "1GB", code=1).stderr
+    assert "no such file" in run("plan", str(tmp_path / "none.pt2"), code=1).stderr
+    small = str(save(tmp_path / "small.pt2", Small(), (torch.randn(2, 8),)))
+    assert "has no loss_fn" in run("plan", small, "--optimizer", "adamw", code=1).stderr
+    weights = tmp_path / "weights.pt"
+    torch.save(Small().state_dict(), weights)
+    assert "weights of torch.save, and no model" in run("plan", str(weights), code=1).stderr

@@ -38,6 +38,9 @@ _FUNCTIONS: Mapping[str, Callable[..., int]] = {
     "floor": math.floor,
     "ceiling": math.ceil,
     "CeilToInt": math.ceil,
+    "Integer": int,
+    "Add": lambda *values: sum(values),
+    "Mul": lambda *values: math.prod(values),
 }
 """What torch and sympy print in sizes."""
 
@@ -66,24 +69,29 @@ class Sizes:
     values: Mapping[str, int]
     file: str
 
-    def of(self, text: str, line: int) -> int:
-        """Return the value of an expression such as ``2*s0 + 1``.
+    def of(self, text: str, line: int | None = None) -> int:
+        """Return the value of an expression such as ``2*s0 + 1``, as torch prints it or as sympy's ``srepr`` does.
+
+        Args:
+            text: the expression.
+            line: of the file, for messages; None for a file that is no text.
 
         Raises:
             DumpError: a symbol has no value, or the expression is none of sizes.
         """
         if re.fullmatch(r"\s*-?\d{1,19}\s*", text):
             return int(text)
+        place = self.file if line is None else f"{self.file}:{line}"
         missing = sorted(set(_SYMBOL.findall(text)) - self.values.keys())
         if missing:
             advice = " ".join(f"--set {name}=N" for name in missing)
-            raise DumpError(f"{self.file}:{line}: the graph leaves a size open: give {advice}")
+            raise DumpError(f"{place}: the graph leaves a size open: give {advice}")
         try:
             value = self._value(ast.parse(text.strip(), mode="eval", filename="<size>").body)
         except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):
-            raise DumpError(f"{self.file}:{line}: no size: {text[:60]!r}") from None
+            raise DumpError(f"{place}: no size: {text[:60]!r}") from None
         if abs(value) > MOST_SIZE:
-            raise DumpError(f"{self.file}:{line}: a size above 2**62: {text[:60]!r}")
+            raise DumpError(f"{place}: a size above 2**62: {text[:60]!r}")
         return value
 
     def _value(self, node: ast.expr) -> int:
@@ -94,6 +102,8 @@ class Sizes:
                 if name not in self.values:
                     raise ValueError(name)
                 return self.values[name]
+            case ast.Call(func=ast.Name(id="Symbol"), args=[ast.Constant(value=str(name))]):
+                return self._value(ast.Name(name))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._value(operand)
             case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 0 <= power <= 8:
@@ -129,8 +139,23 @@ def parsed(annotation: str | None, sizes: Sizes, line: int) -> TensorType | Numb
         return tuple(sizes.of(each, line) for each in re.split(r",(?![^()]*\))", part)) if part.strip() else ()
 
     shape, stride = numbers(match["shape"]), None if match["stride"] is None else numbers(match["stride"])
+    check_possible(shape, stride, f"{sizes.file}:{line}", text)
+    return TensorType(match["dtype"], shape, stride, match["device"])
+
+
+def check_possible(shape: tuple[int, ...], stride: tuple[int, ...] | None, place: str, text: str = "") -> None:
+    """Refuse a tensor whose bytes no address has.
+
+    Args:
+        shape: its sizes.
+        stride: its strides; None for a dense one.
+        place: file and line, for the message.
+        text: what the file says of it; empty for its sizes.
+
+    Raises:
+        DumpError: there is no such tensor.
+    """
     spans = [(size - 1) * step for size, step in zip(shape, stride or (), strict=False)]
     wrong = stride is not None and len(stride) != len(shape)
     if wrong or min((*shape, *(stride or ())), default=0) < 0 or max(math.prod(shape), sum(spans)) > MOST_SIZE >> 4:
-        raise DumpError(f"{sizes.file}:{line}: no tensor that can exist: {text[:60]!r}")
-    return TensorType(match["dtype"], shape, stride, match["device"])
+        raise DumpError(f"{place}: no tensor that can exist: {(text or str(shape))[:60]!r}")

@@ -18,7 +18,7 @@ from roamc import compat_aot, compat_operators
 from roamc.capture.collectives import is_wait
 from roamc.capture.dump import names
 from roamc.capture.dump.annotations import Number, Sizes, TensorType, parsed
-from roamc.capture.dump.text import INFIX, Call, Dotted, GraphText, Input, Item, Name, Origin, Result, Statement, Value
+from roamc.capture.dump.text import Call, Dotted, GraphText, Input, Item, Name, Origin, Result, Statement, Value
 from roamc.capture.dump.unknown import HIGHER_ORDER, Unknown, picks, unknown_of, without_operators
 from roamc.compat import DynamicShapeError, FakeTensorMode, OpOverload, quiet_meta
 from roamc.errors import DumpError, nearest
@@ -27,17 +27,8 @@ from roamc.operators import ops
 from roamc.operators.random import state_bytes
 from roamc.operators.schemas import name_of
 
-MOST_RESULTS = 4_096
-"""Most results of one operator: deriving the parts of a split takes time and memory for each of them."""
-
 MOST_COMPARED = 3
 """Differences between a file and what torch derives here that a note names."""
-
-_PYTHON: Mapping[str, Callable[..., Any]] = {
-    f"operator.{name}": getattr(operator, name) for name in (*INFIX.values(), "neg") if name != "pow"
-}
-"""Functions of sizes; none that may make a number of any length."""
-
 
 _STATE = re.compile(r"(?:fwd|bwd)_rng_state_\d+")
 """Names of generators that Inductor hands to both halves, for dropouts that backward runs again."""
@@ -202,7 +193,7 @@ class _Graph:
         if statement.name:
             self._new_name(statement.name)
         match statement.value:
-            case Call(path=path, args=args, kwargs=kwargs) if path in _PYTHON and not kwargs:
+            case Call(path=path, args=args, kwargs=kwargs) if path in names.NUMBERS and not kwargs:
                 self.env[statement.name] = self._number(path, args)
                 return
         said = parsed(statement.annotation, self.sizes, self.line)
@@ -234,14 +225,15 @@ class _Graph:
         if name in self.env:
             self.fail(f"{name} is there twice: one line of the file is doubled, or two graphs are mixed")
 
-    def _number(self, path: str, args: Sequence[Value]) -> Any:
-        values = [self.low(arg) for arg in args]
-        if not all(isinstance(value, int | float) for value in values):
-            self.fail(f"{path} of tensors is no operator of ATen: this is the graph of dynamo, not the joint graph")
+    def _placed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, with the line in front of its error."""
         try:
-            return _PYTHON[path](*values)
-        except (ArithmeticError, TypeError) as error:
-            self.fail(f"{path}: {error}")
+            return function(*args)
+        except DumpError as error:
+            self.fail(str(error))
+
+    def _number(self, path: str, args: Sequence[Value]) -> Any:
+        return self._placed(names.number, path, [self.low(arg) for arg in args])
 
     def pick(self, source: str, index: int) -> Any:
         several = self.low(Name(source))
@@ -279,7 +271,7 @@ class _Graph:
         fakes, named = (fx.map_arg(each, lambda node: node.meta["val"]) for each in (args, kwargs))
         if target.namespace == "aten" and target._opname in _SIZES:
             return self._derived(target, fakes, named)
-        self._check_results(target, fakes, named)
+        self._placed(names.check_results, target, fakes, named)
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = self._derived(target, fakes, named, said)
         return node
@@ -300,8 +292,8 @@ class _Graph:
         if said is not None:
             return self.tensor(said)
         picked = self.picks.get(name, {})
-        if not all(0 <= index < MOST_RESULTS for index in picked):
-            self.fail(f"{name} has more than {MOST_RESULTS} results")
+        if not all(0 <= index < names.MOST_RESULTS for index in picked):
+            self.fail(f"{name} has more than {names.MOST_RESULTS} results")
         parts = {index: parsed(each.annotation, self.sizes, self.line) for index, each in picked.items()}
         results = [parts.get(index) for index in range(max(parts, default=-1) + 1)]
         values = [each.value if isinstance(each, Number) else each and self.tensor(each) for each in results]
@@ -348,20 +340,6 @@ class _Graph:
             reason = str(error).partition("\n")[0][:200]
             self.fail(f"{target} refuses its arguments: {reason or type(error).__name__}")
 
-    def _check_results(self, target: OpOverload, args: Any, kwargs: Any) -> None:
-        """Refuse an operator that gives more results than can be counted in a moment."""
-        if not any(str(each.type) == "List[Tensor]" for each in target._schema.returns):
-            return
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, int) and not isinstance(each, bool)]
-        longest = max((size for each in tensors for size in each.shape), default=0)
-        size = max(1, numbers[0]) if numbers and target._opname in ("split", "unsafe_split") else 1
-        most = -(-longest // size) if target._opname in ("split", "unsafe_split", "unbind") else max(numbers, default=0)
-        if most > MOST_RESULTS:
-            self.fail(
-                f"{target} may give {most} results; roamc reads graphs with at most {MOST_RESULTS} of one operator"
-            )
-
     def low(self, value: Value) -> Any:
         """What a value of the text is in the graph."""
         match value:
@@ -379,7 +357,7 @@ class _Graph:
                 return self._device(*map(self.low, args), **{key: self.low(each) for key, each in kwargs.items()})
             case Call(path="complex", args=(int() | float() as real, int() | float() as imaginary)):
                 return complex(real, imaginary)
-            case Call(path=path, args=args, kwargs=kwargs) if path in _PYTHON and not kwargs:
+            case Call(path=path, args=args, kwargs=kwargs) if path in names.NUMBERS and not kwargs:
                 return self._number(path, args)
             case list():
                 return [self.low(each) for each in value]

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from roamc import compat_operators
+from roamc.capture.dump.text import INFIX
 from roamc.compat import OpOverload
+from roamc.errors import DumpError
+
+MOST_RESULTS = 4_096
+"""Most results of one operator, or steps that it is taken apart into: each of them takes time and memory."""
+
+MOST_NUMBER = 1 << 63
 
 NAMESPACES = frozenset({"aten", "prims", "rngprims", "_c10d_functional"})
 
@@ -49,3 +59,69 @@ def operator_of(path: str) -> OpOverload | None:
         return None
     target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return target if isinstance(target, OpOverload) else None
+
+
+def _power(base: float, exponent: float) -> float:
+    if abs(exponent) > 64:
+        raise OverflowError("a power above 64")
+    result: float = base**exponent
+    return result
+
+
+NUMBERS: Mapping[str, Callable[..., Any]] = {
+    **{f"operator.{name}": getattr(operator, name) for name in (*INFIX.values(), "neg", "pos", "and_", "or_")},
+    **{"operator.pow": _power, "math.trunc": math.trunc, "torch.sym_int": int, "torch.sym_float": float},
+    **{"torch.sym_max": max, "torch.sym_min": min, "torch.sym_not": operator.not_, "torch.sym_sqrt": math.sqrt},
+    "torch.sym_ite": lambda condition, first, second: first if condition else second,
+}
+"""Functions of sizes by their names in a file."""
+
+
+def number(path: str, values: Sequence[Any]) -> float:
+    """Return the result of one of :data:`NUMBERS`.
+
+    Raises:
+        DumpError: a value is no number, or the result is none that a size can be.
+    """
+    if not all(isinstance(value, int | float) for value in values):
+        raise DumpError(f"{path} of tensors is no operator of ATen: this is the graph of dynamo, not the joint graph")
+    try:
+        result: float = NUMBERS[path](*values)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise DumpError(f"{path}: {error}") from None
+    if isinstance(result, complex) or (isinstance(result, int) and abs(result) >= MOST_NUMBER):
+        raise DumpError(f"{path} gives a number that no size can be")
+    return result
+
+
+_STEPS = ("diff", "matrix_power", "linalg_matrix_power")
+"""Operators that are taken apart into as many steps as an argument says."""
+
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru")
+"""Operators that are taken apart into the steps of a sequence."""
+
+
+def check_results(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse an operator that gives more results, or takes more steps, than can be derived in a moment.
+
+    Raises:
+        DumpError: says how many there are.
+    """
+    name = target._opname
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, int) and not isinstance(each, bool)]
+    longest = max((size for each in tensors for size in each.shape), default=0)
+    if name in ("split", "unsafe_split"):
+        most = -(-longest // (max(1, numbers[0]) if numbers else 1))
+    elif name == "unbind":
+        most = longest
+    elif name in _RECURRENT:
+        most = max(tensors[0].shape[:2], default=0) if tensors else 0
+    elif name in _STEPS or any(str(each.type) == "List[Tensor]" for each in target._schema.returns):
+        most = max(numbers, default=0)
+    else:
+        return
+    if most > MOST_RESULTS:
+        raise DumpError(
+            f"{target} may give {most} results; roamc reads graphs with at most {MOST_RESULTS} of one operator"
+        )

@@ -23,9 +23,23 @@ def printed_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob(PRINTED))
 
 
-def is_dump(target: str) -> bool:
-    """Whether ``target`` is a file or folder that may have graphs: not of a model, a plan or a program."""
+def is_archive(target: str) -> bool:
+    """Whether ``target`` is an archive, as torch.export writes: by its name, or by its first bytes."""
     path = Path(target)
+    if not path.is_file() or path.suffix in (".json", ".py"):
+        return False
+    try:
+        with path.open("rb") as file:
+            return path.suffix == ".pt2" or file.read(4) == b"PK\x03\x04"
+    except OSError:
+        return False  # who reads it says why
+
+
+def is_dump(target: str) -> bool:
+    """Whether ``target`` is a file or folder that may have graphs of a step: not of a model, a plan or a program."""
+    path = Path(target)
+    if is_archive(target):
+        return False
     if path.is_dir():
         return not (path / "config.json").exists() and any(True for _ in (*_logs(path), *path.rglob(PRINTED)))
     return path.is_file() and (path.suffix not in (".json", ".py") or path.name == PRINTED)
