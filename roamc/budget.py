@@ -112,17 +112,14 @@ def _bytes(size: object) -> Bytes:
     raise OptionError(f"{size!r} is not a number of bytes; {KINDS}")
 
 
-def resolve(
-    budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes, beside: Bytes = 0
-) -> Bytes | None:
+def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:
     """Return a budget in bytes; 0 for ``"min"``, ``"light"`` and shares of time such as ``"+1%"``, None for None.
 
     Args:
-        budget: as :func:`parse_budget` returns it.
+        budget: as :func:`parse_budget` returns it, but not one on the total.
         baseline: bytes that eager holds at its worst step; shares are of these.
         device: the device whose free bytes ``"device"`` takes.
         state: bytes of optimizer state, taken off the free bytes: it may be allocated only after the plan was made.
-        beside: bytes of what is not planned, taken off a budget on the total; at least 1 byte is left.
 
     Raises:
         OptionError: a share of ``baseline`` is less than a byte, or ``"device"`` asks for a GPU that is not here.
@@ -131,8 +128,6 @@ def resolve(
         return budget
     if budget in ("min", LIGHT) or added_share(budget):
         return 0
-    if total := total_bytes(budget):
-        return max(1, total - beside)
     if budget == "device":
         return max(1, int((_free(device) - state) * MARGIN))
     count = int(baseline * float(budget.rstrip(" %")) / 100)

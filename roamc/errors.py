@@ -69,16 +69,23 @@ class VerifyError(RoamcError):
     """A graph or a plan broke a rule; at debug level the log ``roamc.graph.verify`` shows the nodes around it."""
 
 
+SMALLER = ", or use a smaller batch"
+"""End of advice where a budget is too low."""
+
+
 class BudgetError(RoamcError):
     """No plan fits the budget; the message names the smallest budget that would.
 
     Attributes:
         plan: the plan that did not fit, a :class:`roamc.planning.plan.Plan`; None if there is none.
+        reason: the message without the advice at its end.
+        advice: what to do, beside :data:`SMALLER`; "" if the message has no such end.
+        verdict: whether the message itself says that something does not fit.
     """
 
-    def __init__(self, message: str, plan: object = None) -> None:
-        super().__init__(message)
-        self.plan = plan
+    def __init__(self, reason: str, plan: object = None, *, advice: str = "", verdict: bool = False) -> None:
+        super().__init__(f"{reason}. {advice}{SMALLER}" if advice else reason)
+        self.plan, self.reason, self.advice, self.verdict = plan, reason, advice, verdict
 
 
 class PlanError(RoamcError, ValueError):

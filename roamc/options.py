@@ -107,10 +107,10 @@ class Options:
 
     @property
     def room(self) -> Gpu | None:
-        """What is to hold the whole process: the GPU, else a budget on the total; None without either."""
-        if self.gpu is not None:
-            return gpu_of(self.gpu)
-        total = total_bytes(self.memory_budget)
+        """What is to hold the whole process: the GPU or a budget on the total, the tighter of both; None if neither."""
+        gpu, total = None if self.gpu is None else gpu_of(self.gpu), total_bytes(self.memory_budget)
+        if gpu is not None and not 0 < total < gpu.capacity:
+            return gpu
         return Gpu("", format_bytes(total), total) if total else None
 
     def key(self) -> tuple[object, ...]:

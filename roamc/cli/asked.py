@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from roamc.capture.dump.recognise import is_dump
 from roamc.cli.models import AUTOCAST_NAMES, DTYPE_NAMES, TASK_NAMES
 from roamc.gpus import GPUS
 
@@ -194,6 +195,7 @@ class Request:
         stage: number of the pipeline's stage, from 0; None for the first.
         words: the target and the options as they stand on the command line, but for budgets, batch and stage; empty
             where nothing does.
+        is_dump: whether the target is a file or folder with graphs; looked up where it is left out.
     """
 
     target: str
@@ -215,6 +217,11 @@ class Request:
     tp_plan: tuple[str, ...] = ()
     stage: int | None = None
     words: tuple[str, ...] = ()
+    is_dump: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_dump is None:  # a look into a folder and those in it: once for all requests of a command
+            object.__setattr__(self, "is_dump", is_dump(self.target))
 
 
 @dataclass(frozen=True)

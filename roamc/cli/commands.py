@@ -27,7 +27,6 @@ from typer.core import TyperGroup
 
 import roamc
 from roamc.budget import parse_budget
-from roamc.capture.dump.recognise import is_dump
 from roamc.cli.asked import Asked, Request, asking
 from roamc.cli.models import MODELS
 from roamc.cli.saved import is_plan, saved_plan
@@ -253,7 +252,7 @@ def largest_size(
     Functions of files are called on the meta device. Example: roamc max-batch gpt2 --gpu a100-40
     """
     with _reported(debug, as_json):
-        if is_plan(target := asked.request.target) or is_dump(target):
+        if is_plan(target := asked.request.target) or asked.request.is_dump:
             what = "a saved plan" if is_plan(target) else "the graph of a step"
             raise OptionError(f"{target} is {what} of one size, and max-batch plans several: give it the model")
         check_words(asked)
@@ -583,7 +582,7 @@ def _reported(debug: bool, as_json: bool) -> Iterator[None]:
     try:
         yield
     except BudgetError as error:
-        typer.echo(str(error) if "does not fit" in str(error) else f"does not fit: {error}", err=True)
+        typer.echo(str(error) if error.verdict else f"does not fit: {error}", err=True)
         if as_json:
             _print_json({"fits": False, "error": str(error)})
         raise _DoesNotFit(DOES_NOT_FIT) from None

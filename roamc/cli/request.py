@@ -18,7 +18,7 @@ from torch import nn
 
 from roamc import ticker
 from roamc.budget import parse_budget
-from roamc.capture.dump.recognise import is_archive, is_dump
+from roamc.capture.dump.recognise import is_archive
 from roamc.capture.moved import built_for, device_of
 from roamc.cli import configs, dumps, zoo
 from roamc.cli.asked import Request
@@ -27,7 +27,7 @@ from roamc.cli.stages import StagePlan
 from roamc.cli.words import NO_OPTIMIZER, check_optimizer, options_in, settings_in, settings_of_optimizer
 from roamc.codegen.source import emit
 from roamc.cost import DeviceProfile, load_profile, step_seconds
-from roamc.errors import BudgetError, OptionError
+from roamc.errors import SMALLER, BudgetError, OptionError
 from roamc.frontends import devices
 from roamc.frontends.arguments import check_clip
 from roamc.frontends.largest import Fit, Largest
@@ -38,7 +38,7 @@ from roamc.frontends.workload import OPTIMIZERS, Workload, capture, from_file
 from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options
 from roamc.planning import search
-from roamc.planning.planned import LARGER, SMALLER, Planned
+from roamc.planning.planned import LARGER, Planned
 from roamc.report.curve import trace
 from roamc.report.explain import Explanation, Lives, explain, find_peak, lives_of
 from roamc.report.frontier import Point, frontier
@@ -273,7 +273,7 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
 
 
 def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple[TrainGraph, Seconds]:
-    if is_dump(request.target):
+    if request.is_dump:
         start = time.perf_counter()
         graph = devices.noted(dumps.graph_in(request), options, _device(request))
         return graph, time.perf_counter() - start
@@ -308,7 +308,8 @@ def _planned(
         try:
             planned = _with_way_out(trials.run(), trials, smaller)
         except BudgetError as error:
-            raise BudgetError(f"{error}{smaller}", error.plan) from error
+            error.args = (f"{error}{smaller}",)
+            raise
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
     return dataclasses.replace(planned, plan=plan), trials
 
@@ -317,7 +318,7 @@ def _smaller(request: Request, options: Options) -> str:
     """The command that looks for the largest batch with the same options, behind a colon; "" where none is known to."""
     sized = request.sizes.get("batch") is not None or any(text.startswith("batch=") for text in request.sets)
     limits, function = limits_batch(options), is_function(request.target)
-    is_file = is_dump(request.target) or is_archive(request.target)
+    is_file = request.is_dump or is_archive(request.target)
     if is_file or not request.words or not (limits or options.gpu) or (function and not sized):
         return ""
     stage = () if request.stage is None else ("--stage", str(request.stage))
@@ -333,11 +334,12 @@ def _with_way_out(planned: Planned, trials: search.PlanSearch, smaller: str) -> 
     plan = planned.plan
     if plan.fits is not False:
         return planned
-    other = trials.fit(trials.terms_of(f"total:{plan.room_bytes}")).plan
+    other = trials.fit(trials.terms_of_total(plan.room_bytes)).plan
     more = f" with {other.added_share:.1%} more time than without a budget"
     note = f"it fits{more if other.added_share else ''}: leave the memory budget out{SMALLER}{smaller}"
     if other.fits is False:
-        note = f"at least {format_bytes(other.total_bytes)}, with as much recomputation as helps. {LARGER}{smaller}"
+        least = f"at least {format_bytes(other.total_bytes)}, with as much recomputation as helps"
+        note = f"{least}. {LARGER}{SMALLER}{smaller}"
     return dataclasses.replace(planned, plan=dataclasses.replace(plan, notes=(note, *plan.notes)))
 
 
@@ -388,7 +390,7 @@ def options_of(request: Request) -> Options:
 
 
 def _device(request: Request) -> torch.device:
-    is_file = is_dump(request.target) or is_archive(request.target)
+    is_file = request.is_dump or is_archive(request.target)
     return dumps.device_in(request) if is_file else device_of(request.device)
 
 

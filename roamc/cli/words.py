@@ -11,7 +11,7 @@ from re import fullmatch
 from typing import Any
 
 from roamc.budget import parse_budget
-from roamc.capture.dump.recognise import is_archive, is_dump
+from roamc.capture.dump.recognise import is_archive
 from roamc.cli.asked import Asked, Request
 from roamc.cli.models import AUTOCAST_NAMES, MODELS, check_task, checked, is_function, is_path
 from roamc.errors import OptionError, nearest
@@ -62,7 +62,7 @@ def check_words(asked: Asked) -> None:
     check_optimizer(request.optimizer)
     _check_autocast(request)
     parse_options({name: value for name, value in options_in(request).items() if name not in NEED_TORCH})
-    if is_dump(request.target):
+    if request.is_dump:
         needing = next((option for name, option in asked.given.items() if name not in WITHOUT_MODEL), None)
         if needing is not None:
             raise OptionError(f"{request.target} has the graph of a step without its model, which {needing} needs")

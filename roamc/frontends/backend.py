@@ -37,7 +37,7 @@ from roamc.notices import lost_budget, reason_of, warn_of_failure
 from roamc.options import Options
 from roamc.planning import together
 from roamc.planning.plan import Plan
-from roamc.planning.planned import RAISE, Planned
+from roamc.planning.planned import Planned
 from roamc.planning.search import options_of
 from roamc.runtime.fallback import Boxed, interpreter
 from roamc.runtime.open_calls import Held, OpenCalls
@@ -226,7 +226,7 @@ class _Job:
         """
         message = (
             f"{number} calls of {self.name!r} wait for backward at one time, and with what they hold "
-            f"{str(error).removesuffix(RAISE)}{ONE_BY_ONE}, or raise the budget"
+            f"{error.reason}. {ONE_BY_ONE}, or raise the budget"
         )
         instead = "; the plan has the lowest peak"
         notices.warn_or_raise(self.about, "open calls", BudgetError(message, error.plan), self.options, instead)
@@ -359,10 +359,9 @@ class _Job:
         """``error``; under a share as budget, a budget error of a piece of a split model gets advice to use bytes."""
         if not isinstance(error, BudgetError) or not self.piece or not is_share(self.options.memory_budget):
             return error
-        why = str(error).removesuffix(RAISE)
         return BudgetError(
-            f"{why}A share holds for each piece that torch.compile splits the model into, and this one cannot keep it: "
-            "give memory_budget in bytes, which small pieces keep",
+            f"{error.reason}. A share holds for each piece that torch.compile splits the model into, and this one "
+            "cannot keep it: give memory_budget in bytes, which small pieces keep",
             error.plan,
         )
 

@@ -27,7 +27,7 @@ from roamc.options import Options
 from roamc.planning import together
 from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.plan import Plan
-from roamc.planning.planned import SMALLER, Planned
+from roamc.planning.planned import Planned
 from roamc.planning.search import PlanSearch
 from roamc.units import Bytes, format_bytes
 
@@ -220,9 +220,11 @@ class Largest:
         try:
             self._search(self.smallest).run()
         except BudgetError as error:
-            why = str(error).removesuffix(SMALLER)
+            why = f"{error.reason}. {error.advice}"
             return BudgetError(
-                f"not even size {self.smallest}, the smallest that is tried, fits: {why}", _lowest(error)
+                f"not even size {self.smallest}, the smallest that is tried, fits: {why}",
+                _lowest(error),
+                verdict=error.verdict,
             )
         raise AssertionError(f"the lower bound of size {self.smallest} is above what its plan needs")
 

@@ -114,22 +114,28 @@ def terms_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes,
         OptionError: a share is less than one byte.
     """
     allowed = asked if asked == budget.LIGHT else "all"
-    limit, total = limit_of(graph, asked, eager_needs), budget.total_bytes(asked) > 0
-    whole = limit_of(graph, f"total:{room.capacity}", eager_needs) if room is not None else None
+    asked_total = budget.total_bytes(asked)
+    limit = left_by(graph, asked_total) if asked_total else limit_of(graph, asked, eager_needs)
+    whole = left_by(graph, room.capacity) if room is not None else None
     if limit and whole and whole < limit:  # 0 asks for the lowest, which no limit lowers
-        limit, total = whole, True
-    return Terms(limit, allowed, budget.added_share(asked), total)
+        return Terms(whole, allowed, budget.added_share(asked), total=True)
+    return Terms(limit, allowed, budget.added_share(asked), asked_total > 0)
+
+
+def left_by(graph: TrainGraph, total: Bytes) -> Bytes:
+    """Return the bytes that ``total``, for the whole process, leaves to the step beside what is held; at least 1."""
+    return max(1, total - sum(input_bytes(graph).values()) - sum(margin_of(graph).values()))
 
 
 def limit_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes) -> Bytes | None:
-    """Return a budget in bytes, see :func:`roamc.budget.resolve`.
+    """Return a budget on the step in bytes, see :func:`roamc.budget.resolve`.
 
     For ``"device"``, arenas of other programs that are idle give their memory back first: all programs of a process
     take turns in it, so that it is free for this one.
 
     Args:
         graph: the graph to plan; says the device and the bytes of optimizer state.
-        asked: the budget as the user sets it; None for none.
+        asked: the budget as the user sets it, not one on the total; None for none.
         eager_needs: bytes that eager PyTorch takes at its worst step.
 
     Raises:
@@ -138,9 +144,7 @@ def limit_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes)
     device = main_device(graph)
     if asked == "device":
         blocks.empty_idle(device)
-    fixed = input_bytes(graph)
-    beside = sum(fixed.values()) + sum(margin_of(graph).values())
-    return budget.resolve(asked, eager_needs, device, fixed.get(Role.OPTIMIZER_STATE.value, 0), beside)
+    return budget.resolve(asked, eager_needs, device, input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0))
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,8 @@ from roamc.version import __version__
 GRADIENT_OF = "gradient of "
 """Start of the name that capture gives a tangent; behind it comes the output."""
 
-SMALLER = ", or use a smaller batch"
-"""End of :data:`RAISE`; ``max_batch`` cuts it off for the smallest batch."""
-
-LARGER = f"Take a larger GPU{SMALLER}"
+LARGER = "Take a larger GPU"
 """What to do where no plan fits a GPU."""
-
-RAISE = f"Raise the budget{SMALLER}"
-"""End of the error for a budget that no plan keeps; the backend replaces it where other advice helps."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +172,7 @@ def _without_states(graph: TrainGraph) -> tuple[str, ...]:
 
 
 def check_budget(planned: Planned, terms: Terms, *, gpu: bool) -> None:
-    """Refuse a plan that does not keep the bytes of ``terms``; ``gpu`` says whether a GPU is named, for the advice.
+    """Refuse a plan that does not keep the bytes of ``terms``; ``gpu`` says whether its room is a GPU, for the advice.
 
     Raises:
         BudgetError: names what is needed, and the largest storages at the peak; has the plan.
@@ -189,11 +183,11 @@ def check_budget(planned: Planned, terms: Terms, *, gpu: bool) -> None:
     how = "with as much recomputation as helps" if retain.NAME in plan.decisions else "without recomputation"
     needed, allowed = format_apart(plan.needed_bytes, terms.limit)
     needs = f"{plan.name} needs {needed} ({plan.needed_bytes} bytes) at its peak, above memory_budget={allowed}"
-    advice = RAISE
     if terms.total:
-        needs, advice = plan.headline, LARGER if gpu else RAISE
+        needs = plan.headline
     largest = "; ".join((_largest(planned.graph), *assumed(planned.graph)))
-    raise BudgetError(f"{needs}, {how}; {largest}. {advice}", plan)
+    advice = LARGER if gpu and terms.total else "Raise the budget"
+    raise BudgetError(f"{needs}, {how}; {largest}", plan, advice=advice, verdict=terms.total)
 
 
 def _largest(graph: TrainGraph, count: int = 3) -> str:

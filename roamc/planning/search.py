@@ -34,7 +34,7 @@ from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import LARGEST, Plan
 from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
-from roamc.planning.plan_maker import PlanMaker, above_eager, fresh, prepared, terms_of
+from roamc.planning.plan_maker import PlanMaker, above_eager, fresh, left_by, prepared, terms_of
 from roamc.planning.planned import Planned, Terms, check_budget
 from roamc.planning.stopwatch import Stopwatch
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
@@ -188,6 +188,10 @@ class PlanSearch:
             OptionError: a share of eager's bytes is less than one byte.
         """
         return terms_of(self._start.graph, asked, self._maker.eager_needs, self._maker.room)
+
+    def terms_of_total(self, total: Bytes) -> Terms:
+        """Return the terms that a number of bytes for the whole process asks for on this graph."""
+        return Terms(left_by(self._start.graph, total), total=True)
 
     @property
     def fingerprint(self) -> str:
@@ -519,7 +523,7 @@ def _finished(planned: Planned, maker: PlanMaker, begun: Seconds, spent: Mapping
     for stage, seconds in spent.items():
         plan.seconds[stage] = plan.seconds.get(stage, 0.0) + seconds  # type: ignore[index]
     plan.seconds["other"] = time.perf_counter() - begun - sum(plan.seconds.values())  # type: ignore[index]
-    check_budget(planned, maker.terms, gpu=maker.options.gpu is not None)
+    check_budget(planned, maker.terms, gpu=maker.room is not None and bool(maker.room.name))
     log.info("%s", plan)
     return planned
 

@@ -59,6 +59,10 @@ class Curve:
     bounds: tuple[tuple[Bytes, Seconds], ...]
     step_seconds: Seconds
 
+    def share(self, seconds: Seconds) -> float:
+        """Return ``seconds`` as a fraction of the step's; 0 where the step takes no time."""
+        return seconds / self.step_seconds if self.step_seconds else 0.0
+
 
 def trace(trials: PlanSearch, now: Plan, say: Callable[[str], None] = lambda stage: None) -> Curve | None:
     """Plan for the lowest peak and :data:`BETWEEN` others, and return the curve; None if pass ``retain`` is left out.

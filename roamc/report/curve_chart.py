@@ -85,8 +85,8 @@ def curve_chart(curve: Curve, eager: Bytes) -> CurveChart:
     spots = sorted({*curve.spots, curve.now}, key=lambda spot: -spot.needed_bytes)
     low, high = spots[-1].needed_bytes, spots[0].needed_bytes
     air = EDGE * ((high - low) or high)
-    # Where nothing costs time, one percent keeps the axis.
-    most = max(spot.added_seconds for spot in spots) or curve.step_seconds / 100
+    # Where nothing costs time, one percent keeps the axis; where nothing takes any, anything does.
+    most = max(spot.added_seconds for spot in spots) or curve.step_seconds / 100 or 1.0
     scale = _Scale(low - air, high + air, most * (1 + EDGE))
     reached = [(spot.needed_bytes, spot.added_seconds) for spot in curve.spots]
     return CurveChart(
@@ -124,7 +124,7 @@ def _stairs(steps: Iterable[tuple[Bytes, Seconds]], scale: _Scale, early: bool =
 
 
 def _text(spot: Spot, curve: Curve, eager: Bytes) -> str:
-    share, least = (seconds / curve.step_seconds for seconds in (spot.added_seconds, spot.bound_seconds))
+    share, least = map(curve.share, (spot.added_seconds, spot.bound_seconds))
     lines = [
         f"needs {format_bytes(spot.needed_bytes)}, {spot.needed_bytes / eager:.3f} of eager's",
         f"added time {share:.2%}, {spot.added_seconds:.4g} s a step",
@@ -141,7 +141,12 @@ def _peak_ticks(scale: _Scale) -> tuple[Mark, ...]:
 
 
 def _time_ticks(scale: _Scale, step: Seconds) -> tuple[Mark, ...]:
-    """Ticks at round shares of the step, counted in hundredths of a percent, so that they are whole."""
+    """Ticks at round shares of the step, counted in hundredths of a percent, so that they are whole.
+
+    There are none where the step takes no time.
+    """
+    if not step:
+        return ()
     whole = 10_000 / step
     apart = round_up(scale.most * whole / TICKS)
     places = [(scale.y(number / whole), number) for number in range(0, int(scale.most * whole) + 1, apart)]

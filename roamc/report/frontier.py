@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,10 @@ def frontier(graph: TrainGraph, options: Options, budgets: Sequence[Budget]) -> 
     trials = PlanSearch(copied(graph), options, many=True)
     terms = {budget: trials.terms_of(budget) for budget in budgets}
     plans = {budget_terms: trials.fit(budget_terms).plan for budget_terms in dict.fromkeys(terms.values())}
-    return tuple(_point(budget, terms[budget], plans[terms[budget]]) for budget in budgets)
+    return tuple(_point(budget, terms[budget], plans[terms[budget]], options) for budget in budgets)
 
 
-def _point(budget: Budget, terms: Terms, plan: Plan) -> Point:
+def _point(budget: Budget, terms: Terms, plan: Plan, options: Options) -> Point:
+    room = dataclasses.replace(options, memory_budget=budget).room
+    plan = dataclasses.replace(plan, room=room.title if room else "", room_bytes=room.capacity if room else 0)
     return Point(budget, plan, plan.fits is not False and terms.keeps(plan))

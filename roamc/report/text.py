@@ -144,7 +144,8 @@ def show_points(out: Console, name: str, points: Sequence[Point]) -> None:
     first = points[0].plan
     eager, all_of_them = first.baseline_needed_bytes, f", {first.in_flight} micro-batches in flight"
     more = all_of_them if first.in_flight > 1 else ""
-    room = f"; the total is to fit {first.against_room[1]}" if first.room_bytes else ""
+    one = len({point.plan.room_bytes for point in points}) == 1  # totals that differ stand in the rows
+    room = f"; the total is to fit {first.against_room[1]}" if one and first.room_bytes else ""
     total = format_apart(first.baseline_total_bytes, first.room_bytes)[0]
     say(out, f"plans of {name}, where eager needs {format_bytes(eager)}{more}, {total} in all{room}")
     rows = [
@@ -252,8 +253,8 @@ def curve_rows(curve: Curve, eager: Bytes) -> list[tuple[str, ...]]:
         return (
             format_bytes(spot.needed_bytes),
             f"{spot.needed_bytes / eager:.3f}",
-            f"{spot.added_seconds / curve.step_seconds:.1%}",
-            f"{spot.bound_seconds / curve.step_seconds:.1%}",
+            f"{curve.share(spot.added_seconds):.1%}",
+            f"{curve.share(spot.bound_seconds):.1%}",
             "#" * least + "-" * (length - least),
             "this plan" if spot == curve.now else "the lowest" if spot == curve.spots[-1] else "",
         )

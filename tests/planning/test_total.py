@@ -158,7 +158,13 @@ def test_several_totals_get_the_verdict_that_each_gets_alone() -> None:
     with pytest.raises(BudgetError, match="does not fit"):
         search.run(_graph("mlp")[0], parse_options({"memory_budget": budget}))
     points = frontier(_graph("mlp")[0], parse_options({}), [budget, f"total:{lowest.total_bytes}"])
-    assert [point.fits for point in points] == [False, True]
+    assert [point.fits for point in points] == [point.plan.fits for point in points] == [False, True]
+    assert [point.plan.room for point in points] == [format_bytes(int(budget[6:])), format_bytes(lowest.total_bytes)]
+    out = Console(width=160, record=True, file=io.StringIO())
+    show_points(out, "mlp", points)
+    title, _, *rows = out.export_text().splitlines()
+    assert "is to fit" not in title, "each row has a total of its own"
+    assert [row.rstrip().rpartition("  ")[2] for row in rows] == ["does not fit", "fits"]
 
 
 def _plan_or_refused(graph: TrainGraph, options: dict[str, object]) -> Plan:
@@ -186,9 +192,15 @@ def test_the_tighter_of_budget_and_gpu_leads(budget: int | str, monkeypatch: pyt
 
 
 def test_a_larger_gpu_is_advised_where_one_was_named() -> None:
-    for options, advice in (({"gpu": "600MB"}, "Take a larger GPU"), ({"memory_budget": "total:600MB"}, "Raise the")):
-        with pytest.raises(BudgetError, match=rf"does not fit .*\. {advice}"):
+    both = {"gpu": "h100", "memory_budget": "total:600MB"}
+    total = {"memory_budget": "total:600MB"}
+    cases = ({"gpu": "600MB"}, "Take a larger GPU"), (total, "Raise the budget"), (both, "Raise the budget")
+    for options, advice in cases:
+        with pytest.raises(BudgetError, match=rf"does not fit (a GPU of )?600 MB.*\. {advice}") as raised:
             search.run(_graph("encoder")[0], parse_options(options))
+        error = raised.value
+        assert error.verdict
+        assert str(error) == f"{error.reason}. {advice}, or use a smaller batch"
 
 
 def _shown(plan: Plan, label: str) -> str:

@@ -152,5 +152,11 @@ def test_drawing_of_one_plan_has_axes() -> None:
     assert chart.y_ticks
 
 
+def test_curve_of_a_step_that_takes_no_time_has_no_shares() -> None:
+    curve = Curve((Spot(1000, 0.0, 0.0),), Spot(1000, 0.0, 0.0), ((1000, 0.0),), 0.0)
+    assert curve_chart(curve, 1000).y_ticks == ()
+    assert [row[2:4] for row in curve_rows(curve, 1000)] == [("0.0%", "0.0%")]
+
+
 def labels(ticks: tuple[Mark, ...]) -> list[str]:
     return [tick.text for tick in ticks]

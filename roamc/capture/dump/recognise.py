@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def printed_in(folder: Path) -> list[Path]:
 def is_archive(target: str) -> bool:
     """Whether ``target`` is an archive, as torch.export writes: by its name, or by its first bytes."""
     path = Path(target)
-    if not path.is_file() or path.suffix in (".json", ".py"):
+    if not os.path.isfile(target) or path.suffix in (".json", ".py"):
         return False
     try:
         with path.open("rb") as file:
@@ -40,6 +41,6 @@ def is_dump(target: str) -> bool:
     path = Path(target)
     if is_archive(target):
         return False
-    if path.is_dir():
-        return not (path / "config.json").exists() and any(True for _ in (*_logs(path), *path.rglob(PRINTED)))
-    return path.is_file() and (path.suffix not in (".json", ".py") or path.name == PRINTED)
+    if os.path.isdir(target):  # no error for a name that no file can have
+        return not os.path.exists(path / "config.json") and any(True for _ in (*_logs(path), *path.rglob(PRINTED)))
+    return os.path.isfile(target) and (path.suffix not in (".json", ".py") or path.name == PRINTED)
