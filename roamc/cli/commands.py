@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import errno
 import gc
-import importlib.util
 import json
 import os
 import re
@@ -30,10 +29,10 @@ from roamc.budget import parse_budget
 from roamc.cli.asked import Asked, Request, asking
 from roamc.cli.models import MODELS
 from roamc.cli.saved import is_plan, saved_plan
-from roamc.cli.words import check_words
-from roamc.errors import BudgetError, OptionError, RoamcError, nearest
+from roamc.cli.words import check_kernels, check_report, check_words
+from roamc.errors import BudgetError, OptionError, RoamcError
 from roamc.report.progress import Stages
-from roamc.report.tables import BY, console, say, show_rows
+from roamc.report.tables import console, say, show_rows
 from roamc.units import parse_bytes
 from roamc.version import __version__
 
@@ -183,12 +182,7 @@ def explain(
             _tell(saved, asked.request.target, as_json, top)
             return
         check_words(asked)
-        if source and graph:
-            raise OptionError("--source and --graph print one text each: give one of them")
-        if kernels and (source or graph):
-            raise OptionError("--kernels adds to the report, which --source and --graph leave out")
-        if by is not None and by not in BY:
-            raise OptionError(f"--by {by}{nearest(by, BY)} Choices: {', '.join(BY)}")
+        check_report(source=source, graph=graph, kernels=kernels, by=by)
         budget, number = _only(asked.budgets), _stage_number(asked.stage)
         request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
         traced = not (source or graph) if curve is None else curve
@@ -196,7 +190,7 @@ def explain(
             if path is not None:
                 _check_writable(path)
         if kernels:
-            _check_kernels(request.device)
+            check_kernels(request.device)
         first = _explained(request, source, traced, html is not None)
         report = first.report
         from roamc.graph.printed import printed, write_graphml
@@ -556,14 +550,6 @@ def _check_writable(path: Path) -> None:
         # a new file is not missing: its folder takes none
         why = "" if new and isinstance(error, FileNotFoundError) else f": {_said_of_file(error)}"
         raise OptionError(f"cannot write {path}{why}") from None
-
-
-def _check_kernels(device: str) -> None:
-    """Refuse ``--kernels`` where there are none, or nothing compiles them."""
-    if not device.startswith("cuda"):
-        raise OptionError("--kernels needs --device cuda")
-    if importlib.util.find_spec("triton") is None:
-        raise OptionError("--kernels needs Triton: pip install triton")
 
 
 def _check_fits(plan: Plan) -> None:

@@ -5,6 +5,7 @@ No torch in here: an error of usage is answered at once.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from re import fullmatch
@@ -17,6 +18,7 @@ from roamc.cli.models import AUTOCAST_NAMES, MODELS, check_task, checked, is_fun
 from roamc.errors import OptionError, nearest
 from roamc.gpus import gpu_of
 from roamc.options import parse_options
+from roamc.report.tables import BY
 from roamc.settings import OPTIMIZERS, Setting, check_device, parse_setting
 
 NO_OPTIMIZER = "none"
@@ -94,6 +96,32 @@ def _check_autocast(request: Request) -> None:
             f"{request.target} makes its own model: call model.gradient_checkpointing_enable() or "
             "torch.utils.checkpoint in it, and leave --gradient-checkpointing out"
         )
+
+
+def check_report(*, source: bool, graph: bool, kernels: bool, by: str | None) -> None:
+    """Refuse options of ``roamc explain`` that exclude one another, and a word for ``--by`` that there is not.
+
+    Raises:
+        OptionError: says which.
+    """
+    if source and graph:
+        raise OptionError("--source and --graph print one text each: give one of them")
+    if kernels and (source or graph):
+        raise OptionError("--kernels adds to the report, which --source and --graph leave out")
+    if by is not None and by not in BY:
+        raise OptionError(f"--by {by}{nearest(by, BY)} Choices: {', '.join(BY)}")
+
+
+def check_kernels(device: str) -> None:
+    """Refuse ``--kernels`` where there are none, or nothing compiles them.
+
+    Raises:
+        OptionError: says which.
+    """
+    if not device.startswith("cuda"):
+        raise OptionError("--kernels needs --device cuda")
+    if importlib.util.find_spec("triton") is None:
+        raise OptionError("--kernels needs Triton: pip install triton")
 
 
 def check_optimizer(name: str | None) -> None:
