@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from roamc.capture.dump import archive, graphs
+from roamc.capture.dump import confined, graphs
 from roamc.capture.dump.archive import Program
 from roamc.capture.dump.exported import Exported, sizes_of
-from roamc.capture.dump.graphs import Dump
+from roamc.capture.dump.files import Dump
 from roamc.capture.dump.recognise import is_archive
 from roamc.capture.moved import device_of
 from roamc.cli.asked import Request
@@ -24,7 +24,8 @@ from roamc.graph import TrainGraph
 @functools.lru_cache(maxsize=1)
 def _dumps(target: str, changed: float) -> tuple[Dump, ...]:
     """All graphs of a file; read once, as its device is asked for first. ``changed`` is when the file was."""
-    return graphs.read(target)
+    dumps: tuple[Dump, ...] = confined.read("graphs", target)
+    return dumps
 
 
 def _dump(request: Request) -> tuple[Dump, tuple[Dump, ...]]:
@@ -44,7 +45,8 @@ def _dump(request: Request) -> tuple[Dump, tuple[Dump, ...]]:
 @functools.lru_cache(maxsize=1)
 def _programs(target: str, piece: str | None, changed: float) -> Program:
     """A forward in an archive; read once, as several plans may be made of it. ``changed`` is when the file was."""
-    return archive.read(target, piece)
+    program: Program = confined.read("archive", target, *(() if piece is None else (piece,)))
+    return program
 
 
 def _program(request: Request) -> Program:

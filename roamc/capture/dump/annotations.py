@@ -14,6 +14,9 @@ from roamc.errors import DumpError
 MOST_SIZE = 1 << 62
 """Above any number of elements that has an address."""
 
+MOST_EXPRESSION = 4_096
+"""Most characters of a size."""
+
 _ANNOTATION = re.compile(
     r"^(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\[(?P<stride>[^\]]*)\])?(?P<device>[a-z]+(?::\d+)?)?$"
 )
@@ -79,22 +82,30 @@ class Sizes:
         Raises:
             DumpError: a symbol has no value, or the expression is none of sizes.
         """
-        if re.fullmatch(r"\s*-?\d{1,19}\s*", text):
+        if re.fullmatch(r"\s*-?\d{1,18}\s*", text):
             return int(text)
         place = self.file if line is None else f"{self.file}:{line}"
         missing = sorted(set(_SYMBOL.findall(text)) - self.values.keys())
         if missing:
             advice = " ".join(f"--set {name}=N" for name in missing)
             raise DumpError(f"{place}: the graph leaves a size open: give {advice}")
+        if len(text) > MOST_EXPRESSION:
+            raise DumpError(f"{place}: no size: {text[:60]!r}")
         try:
             value = self._value(ast.parse(text.strip(), mode="eval", filename="<size>").body)
+        except OverflowError:
+            raise DumpError(f"{place}: a size above 2**62: {text[:60]!r}") from None
         except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):
             raise DumpError(f"{place}: no size: {text[:60]!r}") from None
-        if abs(value) > MOST_SIZE:
-            raise DumpError(f"{place}: a size above 2**62: {text[:60]!r}")
         return value
 
     def _value(self, node: ast.expr) -> int:
+        value = self._any(node)
+        if abs(value) > MOST_SIZE:
+            raise OverflowError
+        return value
+
+    def _any(self, node: ast.expr) -> int:
         match node:
             case ast.Constant(value=int(value)):
                 return value

@@ -282,7 +282,7 @@ class _Reader:
 
     def _ranges(self) -> Iterator[tuple[str, tuple[int | None, int | None]]]:
         for symbol, each in self.data["range_constraints"].items():
-            limits = [None if each[key] is None else int(_constant(each[key])) for key in ("min_val", "max_val")]
+            limits = [None if each[key] is None else _integer(each[key]) for key in ("min_val", "max_val")]
             if re.fullmatch(r"[su]\d+", symbol):  # and no expression of others
                 yield symbol, (limits[0], limits[1])
 
@@ -433,15 +433,15 @@ class _Reader:
     def _size(self, size: Any) -> int | str:
         ((kind, value),) = size.items()
         if kind == "as_int":
-            return int(_constant(value))
+            return _integer(value)
         text, hint = _text(value["expr_str"]), value.get("hint")
         if (symbol := re.fullmatch(r"(?:Symbol\(')?([su]\d+)(?:',.*\))?", text)) and isinstance(hint, dict):
-            self.exported[symbol[1]] = int(_constant(hint["as_int"]))
+            self.exported[symbol[1]] = _integer(hint["as_int"])
         return text
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
+    if type(value) is not str:
         raise TypeError("no text")
     return value
 
@@ -452,6 +452,12 @@ def _constant(value: Any) -> Any:
         return [_constant(each) for each in value]
     if not isinstance(value, str | bool | float) and not (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
         raise ValueError("a number above 2**63, or none")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or value is not _constant(value):
+        raise ValueError("no whole number")
     return value
 
 

@@ -1,184 +1,26 @@
-"""From a file or folder to the graph of a step, as torch.compile's capture would have it."""
+"""From the plain data of a file to the graph of a step, as torch.compile's capture would have it."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from roamc import compat_aot
 from roamc.capture import joint
-from roamc.capture.dump import calls, phases, prefixes, text, trace_log, writes
+from roamc.capture.dump import calls, phases, writes
 from roamc.capture.dump.annotations import Sizes
 from roamc.capture.dump.build import Builder, device_of
-from roamc.capture.dump.recognise import logs_in, printed_in
+from roamc.capture.dump.files import Dump
 from roamc.capture.dump.text import GraphText
 from roamc.errors import DumpError, RoamcError
 from roamc.graph import Port, TrainGraph
 from roamc.graph.origin import path_of
 
-
-@dataclass(frozen=True)
-class Dump:
-    """One graph of a file, as plain data.
-
-    Attributes:
-        path: the file.
-        piece: which of its graphs, as ``0/0`` in a log or ``1`` in a text.
-        joint: forward and backward in one, or forward of a graph without backward; None for two halves.
-        forward: the first half.
-        backward: the second.
-        static: positions of inputs that are parameters or buffers; None if the file does not say.
-        inputs: for each input, the expression by which the user reaches it, and what names its storage.
-        dynamo: text of dynamo's graph, which has the writes in place of the model; "" if the file has none.
-        decomposed: whether its operators are Inductor's, and not those that eager runs.
-        notes: what the file lacks or has otherwise.
-    """
-
-    path: Path
-    piece: str
-    joint: GraphText | None
-    forward: GraphText | None = None
-    backward: GraphText | None = None
-    static: tuple[int, ...] | None = None
-    inputs: tuple[tuple[str, int | None], ...] = ()
-    dynamo: str = ""
-    decomposed: bool = False
-    notes: tuple[str, ...] = ()
-
-    @property
-    def statements(self) -> int:
-        """Operators in all."""
-        return sum(len(each.statements) for each in (self.joint, self.forward, self.backward) if each is not None)
-
-
-def read(target: str) -> tuple[Dump, ...]:
-    """Return all graphs of a file, or of the logs in a folder, the largest first.
-
-    Raises:
-        DumpError: there is none that can be read; says what to do.
-    """
-    path = Path(target)
-    if not path.is_dir():
-        return _ranked(of_file(path))
-    logs = logs_in(path)
-    return _ranked([dump for each in _of_one_rank(logs) for dump in of_file(each)] if logs else _of_printed(path))
-
-
-_HALF = re.compile(r"_(?:forward|backward|inference)_[\d.]+$")
-"""What Inductor puts behind the name of a graph: which half of it a folder has, and numbers of its own."""
-
-
-def _of_one_rank(logs: Sequence[Path]) -> Sequence[Path]:
-    """The logs of rank 0, where there are logs of several ranks; they differ in what the ranks hold alone."""
-    ranks = {each: re.search(r"rank_(\d+)_", each.name) for each in logs}
-    first = [each for each, rank in ranks.items() if rank is not None and int(rank[1]) == 0]
-    return first or logs
-
-
-def _ranked(dumps: Sequence[Dump]) -> tuple[Dump, ...]:
-    return tuple(sorted(dumps, key=lambda dump: -dump.statements))
-
-
-def of_file(path: Path) -> list[Dump]:
-    """Return the graphs of a file, in their sequence there.
-
-    Raises:
-        DumpError: there is none that can be read.
-    """
-    content = trace_log.text_of(path)
-    if not content.strip():
-        raise DumpError(f"{path}: the file is empty")
-    if trace_log.is_log(content) and "\n\t" in content:
-        return [_of_piece(path, piece) for piece in trace_log.read(content, path)]
-    return _of_text(path, text.graphs(prefixes.without_prefixes(content), str(path)))
-
-
-def _of_piece(path: Path, piece: trace_log.Piece) -> Dump:
-    graphs = {key: _only(path, *said) for key, said in piece.texts.items() if key != "dynamo_output_graph"}
-    whole = graphs.get("aot_joint_graph") or graphs.get("aot_inference_graph")
-    notes: tuple[str, ...] = ()
-    if piece.decomposed:
-        notes = (
-            "the log is Inductor's, whose graph is of decomposed operators: eager's peak is that of these operators in "
-            'order; backend="aot_eager" logs those that eager runs',
-        )
-    dump = Dump(
-        path,
-        piece.frame,
-        whole,
-        static=piece.static,
-        inputs=piece.inputs(),
-        dynamo=piece.dynamo,
-        decomposed=piece.decomposed,
-        notes=notes,
-    )
-    if whole is not None:
-        return dump
-    return _in_halves(dump, graphs.get("aot_forward_graph"), graphs.get("aot_backward_graph"))
-
-
-def _of_printed(folder: Path) -> list[Dump]:
-    """The steps whose halves Inductor has printed, each half into a folder of its own."""
-    steps: dict[Path, list[GraphText]] = {}
-    for file in printed_in(folder):
-        lines = prefixes.without_prefixes(trace_log.text_of(file))
-        graphs = steps.setdefault(file.parent.parent / _HALF.sub("", file.parent.name), [])
-        graphs += text.graphs(lines, str(file))
-    whole = {path: graphs for path, graphs in steps.items() if not all(each.has_tangents for each in graphs)}
-    dumps = [replace(dump, piece=path.name) for path, graphs in whole.items() for dump in _of_text(path, graphs)]
-    if not dumps:
-        raise DumpError(f"{folder}: {len(steps)} backwards without the forward that saves their inputs")
-    return dumps
-
-
-def _only(path: Path, content: str, line: int) -> GraphText:
-    return text.graphs(prefixes.without_prefixes(content), str(path), line + 1)[0]
-
-
-def _of_text(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
-    roles = ("the file does not say which inputs are parameters: all of them count as inputs",)
-    whole = [each for each in graphs if each.joint]
-    halves = [each for each in graphs if not each.joint]
-    if whole:
-        return [Dump(path, str(number), each, notes=roles) for number, each in enumerate(whole)]
-    second = [each for each in halves if each.has_tangents]
-    first = [each for each in halves if not each.has_tangents]
-    if len(first) == len(second) == 1:
-        return [_in_halves(Dump(path, "0", None, notes=roles), first[0], second[0])]
-    if second:
-        raise DumpError(
-            f"{path}: {'a' if len(second) == 1 else len(second)} backward without the forward that saves its inputs. "
-            "Put both into one file, or log the joint graph: TORCH_LOGS=aot_joint_graph"
-        )
-    return [Dump(path, str(number), each, notes=(*roles, *_saves(each))) for number, each in enumerate(first)]
-
-
-def _saves(forward: GraphText) -> tuple[str, ...]:
-    """A note on a forward whose backward is not in the file."""
-    count = sum(result.comment.startswith("SavedForBackwards") for result in forward.results)
-    note = f"forward without its backward, for which it saves {count} values: the peak is that of forward"
-    return (note,) if count else ()
-
-
 MOVED = "the file is of a CPU: on a GPU torch may run other operators, such as another kernel of attention"
 """Note on a graph that is planned for another device."""
-
-HALVES = (
-    "the file has forward and backward as a backend has cut them, min-cut in most: a joint graph says more. "
-    "TORCH_LOGS=aot_joint_graph prints it"
-)
-
-
-def _in_halves(dump: Dump, forward: GraphText | None, backward: GraphText | None) -> Dump:
-    if forward is None or backward is None:
-        lacks = "forward" if forward is None else "backward"
-        raise DumpError(f"{dump.path}: graph {dump.piece} has no {lacks}: the log ended before it, or was cut off")
-    return replace(dump, forward=forward, backward=backward, notes=(*dump.notes, HALVES))
 
 
 def device_in(dump: Dump) -> torch.device:

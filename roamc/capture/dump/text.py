@@ -281,10 +281,13 @@ class _Reader:
             self._comment(stripped)
             return
         code, comment = self._divided(line)
-        while _open(code) > 0 and not _is_declaration(code):
+        parts, comments, depth = [code.rstrip()], [comment], 0 if _is_declaration(code) else _open(code)
+        while depth > 0:  # each line is looked at once: a stranger's file may have any number of them
             more, said = self._divided(self._next())
-            code, comment = f"{code.rstrip()}\n{more}", f"{comment}\n{said}"
-        code = _UNQUOTED.sub(r'\1: "\2"', code.strip())
+            parts.append(more.rstrip())
+            comments.append(said)
+            depth += _open(more)
+        code, comment = _UNQUOTED.sub(r'\1: "\2"', "\n".join(parts).strip()), "\n".join(comments)
         if not code or "tree_flatten_spec(" in code:
             return
         if code.startswith("return"):

@@ -18,7 +18,7 @@ from typing import Any
 from roamc.capture.dump.prefixes import TODAY
 from roamc.errors import DumpError
 
-MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 28
 """Most bytes of a log, when it is unpacked."""
 
 _HEAD = re.compile(rf"^{TODAY}(\{{.*)$")
@@ -155,7 +155,7 @@ def text_of(path: Path) -> str:
     """Return a file's text; unpacked, if it was packed by gzip.
 
     Raises:
-        DumpError: it cannot be read, is no text in UTF-8, or has more than 1 GiB.
+        DumpError: it cannot be read, is no text in UTF-8, or has more than 256 MiB.
     """
     try:
         with path.open("rb") as file:
@@ -165,7 +165,7 @@ def text_of(path: Path) -> str:
     except (OSError, EOFError, zlib.error) as error:
         raise DumpError(f"{path}: cannot be read: {error}") from None
     if len(data) > MOST_BYTES:
-        raise DumpError(f"{path}: more than {MOST_BYTES >> 30} GiB of text: give the log of one run")
+        raise DumpError(f"{path}: more than {MOST_BYTES >> 20} MiB of text: give the log of one run")
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DumpError(f"{path}: a text in UTF-16: save it as UTF-8")
     if b"\0" in data[:4096]:

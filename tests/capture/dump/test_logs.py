@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from roamc.capture.dump import graphs
+from roamc.capture.dump import files, graphs
 from roamc.options import parse_options
 from roamc.planning import search
 from roamc.planning.plan import Plan
@@ -30,7 +30,7 @@ def logged(folder: Path, names: Sequence[str], budget: str = "none") -> list[Pai
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
     (log,) = folder.glob("*.log")
     live = [(name, plan) for name, plans in json.loads(out.read_text("utf-8")) for plan in plans]
-    dumps = graphs.of_file(log)
+    dumps = files.of_file(log)
     assert len(dumps) == len(live)
     options = parse_options({"memory_budget": budget} if budget != "none" else {})
     pairs = []

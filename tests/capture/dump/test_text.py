@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roamc.capture.dump import graphs
+from roamc.capture.dump import files, graphs
 from roamc.errors import CaptureError, DumpError
 from roamc.graph import Phase, TrainGraph
 from roamc.options import parse_options
@@ -68,7 +68,7 @@ STYLES = {
 def read(tmp_path: Path, text: str, **sizes: int) -> TrainGraph:
     file = tmp_path / "graph.txt"
     file.write_bytes(text.encode("utf-8"))
-    return graphs.train_graph(graphs.read(str(file))[0], "graph", sizes)
+    return graphs.train_graph(files.read(str(file))[0], "graph", sizes)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -159,7 +159,7 @@ def test_what_is_no_text_is_said(data: bytes, message: str, tmp_path: Path) -> N
     file = tmp_path / "graph.bin"
     file.write_bytes(data)
     with pytest.raises(DumpError, match=message):
-        graphs.read(str(file))
+        files.read(str(file))
 
 
 def test_a_cut_text_never_has_an_answer(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roamc.capture.dump import graphs
+from roamc.capture.dump import files, graphs
 from roamc.capture.dump.recognise import PRINTED, is_dump
 from roamc.errors import DumpError
 from roamc.graph import TrainGraph
@@ -216,12 +216,12 @@ def test_the_folder_of_a_compilation_has_each_half_in_a_folder_of_its_own(tmp_pa
         (tmp_path / folder).mkdir()
         (tmp_path / folder / PRINTED).write_text(text, encoding="utf-8")
     assert is_dump(str(tmp_path))
-    (dump,) = graphs.read(str(tmp_path))
+    (dump,) = files.read(str(tmp_path))
     assert dump.piece == "model__0"
     whole = tmp_path / "both.txt"
     whole.write_text(draw, encoding="utf-8")
-    together = graphs.read(str(whole))[0]
+    together = files.read(str(whole))[0]
     assert peak(graphs.train_graph(dump, "x", {})) == peak(graphs.train_graph(together, "x", {})) > 0
     (tmp_path / "model__0_forward_1.0" / PRINTED).unlink()
     with pytest.raises(DumpError, match="1 backwards without the forward"):
-        graphs.read(str(tmp_path))
+        files.read(str(tmp_path))
