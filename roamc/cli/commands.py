@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import errno
 import gc
 import json
 import os
@@ -24,13 +23,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-import roamc
 from roamc.budget import parse_budget
 from roamc.cli.asked import Asked, Request, asking
 from roamc.cli.models import MODELS
 from roamc.cli.saved import is_plan, saved_plan
+from roamc.cli.sentences import check_writable, sentence
 from roamc.cli.words import check_kernels, check_report, check_words
-from roamc.errors import BudgetError, OptionError, RoamcError
+from roamc.errors import BudgetError, OptionError
 from roamc.report.progress import Stages
 from roamc.report.tables import console, say, show_rows
 from roamc.units import parse_bytes
@@ -47,12 +46,6 @@ ERROR, DOES_NOT_FIT = 1, 2
 
 READER_GONE = 128 + signal.SIGPIPE
 """The exit code where nobody reads stdout any more, as behind ``| head -1``: that of a process that SIGPIPE ends."""
-
-_FILE_ERRORS: dict[type[OSError], str] = {
-    FileNotFoundError: "no such file",
-    IsADirectoryError: "this is a folder",
-    PermissionError: "no permission",
-}
 
 
 class _DoesNotFit(SystemExit):
@@ -129,7 +122,7 @@ def plan(
             _several(request, budgets, save, as_json)
             return
         if save is not None:
-            _check_writable(save)
+            check_writable(save)
         step_plan = _explained(request).report.plan
         if save is not None:
             step_plan.save(save)
@@ -188,7 +181,7 @@ def explain(
         traced = not (source or graph) if curve is None else curve
         for path in (graphml, save, html):
             if path is not None:
-                _check_writable(path)
+                check_writable(path)
         if kernels:
             check_kernels(request.device)
         first = _explained(request, source, traced, html is not None)
@@ -295,7 +288,7 @@ def layout(
     with _reported(debug, as_json):
         capacity_bytes = None if capacity is None else parse_bytes(capacity)
         if output is not None:
-            _check_writable(output)
+            check_writable(output)
         with Stages(f"placing the buffers of {file}"):
             from roamc.cli import layout_file
 
@@ -333,9 +326,9 @@ def measure(
         from roamc.cost.measure import ROUNDS
         from roamc.report.device import rows
 
-    with _reported(debug, as_json), among_ranks(device, lambda error: _sentence(error, debug)) as ranks:
+    with _reported(debug, as_json), among_ranks(device, lambda error: sentence(error, debug)) as ranks:
         if output is not None:
-            ranks.first(lambda: _check_writable(output))
+            ranks.first(lambda: check_writable(output))
         load = busy(torch.get_num_threads())
         with Stages(f"measuring {device}", ROUNDS) if ranks.number == 0 else contextlib.nullcontext() as stages:
             profile = measured(ranks, quick=quick, say=None if stages is None else stages.now)
@@ -533,25 +526,6 @@ def _rest(first: Explained, curve: bool, html: Path | None) -> Explanation:
     return report
 
 
-def _check_writable(path: Path) -> None:
-    """Refuse a path that cannot be written, before planning and not after it; leaves no file behind."""
-    if not path.parent.is_dir():
-        raise OptionError(f"{path.parent}: no such folder")
-    new = not path.exists()
-    try:
-        # files.write_text makes its new file beside the path.
-        if (new or path.is_file()) and not os.access(path.resolve().parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "permission denied", str(path.resolve().parent))
-        with path.open("a"):
-            pass
-        if new:
-            path.unlink()
-    except OSError as error:
-        # a new file is not missing: its folder takes none
-        why = "" if new and isinstance(error, FileNotFoundError) else f": {_said_of_file(error)}"
-        raise OptionError(f"cannot write {path}{why}") from None
-
-
 def _check_fits(plan: Plan) -> None:
     """End with code 2 where the plan does not fit the GPU that ``--gpu`` names."""
     if plan.fits is False:
@@ -577,26 +551,5 @@ def _reported(debug: bool, as_json: bool) -> Iterator[None]:
     except Exception as error:  # whatever it is, a user of the command line gets a sentence
         if debug:
             traceback.print_exc()
-        typer.echo(f"error: {_sentence(error, debug)}", err=True)
+        typer.echo(f"error: {sentence(error, debug)}", err=True)
         raise SystemExit(ERROR) from None
-
-
-def _sentence(error: Exception, debug: bool) -> str:
-    lines = str(error).splitlines() or [""]
-    if isinstance(error, RoamcError):
-        return lines[0] if len(lines) == 1 or debug else f"{lines[0]} (--debug shows more)"
-    if isinstance(error, OSError):
-        return _said_of_file(error)
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}: {error.msg}"
-    frames = [frame for frame in traceback.extract_tb(sys.exc_info()[2]) if "site-packages" not in frame.filename]
-    frames = [frame for frame in frames if Path(roamc.__file__).parent not in Path(frame.filename).parents] or frames
-    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
-    return f"{where}{type(error).__name__}: {lines[0]}" + ("" if debug else " (--debug shows the traceback)")
-
-
-def _said_of_file(error: OSError) -> str:
-    """The file first and then what is wrong with it, as in ``plan.csv: no such file``."""
-    if error.filename is None or error.strerror is None:
-        return str(error)
-    return f"{error.filename}: {_FILE_ERRORS.get(type(error), error.strerror.lower())}"

@@ -1,0 +1,63 @@
+"""What the command line says of an error, in one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import roamc
+from roamc.errors import OptionError, RoamcError
+
+_FILE_ERRORS: dict[type[OSError], str] = {
+    FileNotFoundError: "no such file",
+    IsADirectoryError: "this is a folder",
+    PermissionError: "no permission",
+}
+
+
+def sentence(error: Exception, debug: bool) -> str:
+    """Return the line for an error that is being handled; ``debug`` says that more is shown beside it."""
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, RoamcError):
+        return lines[0] if len(lines) == 1 or debug else f"{lines[0]} (--debug shows more)"
+    if isinstance(error, OSError):
+        return _said_of_file(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}: {error.msg}"
+    frames = [frame for frame in traceback.extract_tb(sys.exc_info()[2]) if "site-packages" not in frame.filename]
+    frames = [frame for frame in frames if Path(roamc.__file__).parent not in Path(frame.filename).parents] or frames
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
+    return f"{where}{type(error).__name__}: {lines[0]}" + ("" if debug else " (--debug shows the traceback)")
+
+
+def _said_of_file(error: OSError) -> str:
+    """The file first and then what is wrong with it, as in ``plan.csv: no such file``."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {_FILE_ERRORS.get(type(error), error.strerror.lower())}"
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path that cannot be written, before planning and not after it; leaves no file behind.
+
+    Raises:
+        OptionError: says why.
+    """
+    if not path.parent.is_dir():
+        raise OptionError(f"{path.parent}: no such folder")
+    new = not path.exists()
+    try:
+        # files.write_text makes its new file beside the path.
+        if (new or path.is_file()) and not os.access(path.resolve().parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "permission denied", str(path.resolve().parent))
+        with path.open("a"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        # a new file is not missing: its folder takes none
+        why = "" if new and isinstance(error, FileNotFoundError) else f": {_said_of_file(error)}"
+        raise OptionError(f"cannot write {path}{why}") from None
