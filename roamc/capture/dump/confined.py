@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import roamc
 from roamc.capture.dump import archive, files, text
 from roamc.errors import DumpError
 
@@ -64,7 +63,7 @@ def read(reader: str, path: str, *more: str) -> Any:
     Raises:
         DumpError: the file has nothing that can be read, or it takes more time or memory than it may.
     """
-    root = str(Path(roamc.__file__).parent.parent)
+    root = str(Path(__file__).parents[3])
     command = (sys.executable, "-I", "-c", _START, root, reader, path, *more)
     try:
         child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False)
