@@ -129,7 +129,7 @@ class Exported(nn.Module):
         tied: dict[object, Tensor] = {}
         for state in self.program.state:
             shape, stride, dtype = self._geometry(state.geometry)
-            offset, storage = self.sizes.of(str(state.geometry.offset)), state.storage or state.name
+            offset, storage = self._offset(state), state.storage or state.name
             key = (storage, shape, stride, offset, dtype, state.kind)
             if key not in tied:
                 tensor = torch.empty(0, dtype=dtype, device=META).set_(
@@ -145,7 +145,12 @@ class Exported(nn.Module):
     def _bytes(self, state: State) -> int:
         shape, stride, dtype = self._geometry(state.geometry)
         span = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if math.prod(shape) else 0
-        return (self.sizes.of(str(state.geometry.offset)) + span) * dtype.itemsize
+        return (self._offset(state) + span) * dtype.itemsize
+
+    def _offset(self, state: State) -> int:
+        offset = self.sizes.of(str(state.geometry.offset))
+        check_possible((offset,), (1,), self.program.path)
+        return offset
 
     def _put(self, state: State, tensor: Tensor) -> None:
         *parts, leaf = state.path.split(".")

@@ -97,6 +97,12 @@ def workload(path: Path, optimizer: Any = None, **sizes: int) -> Workload:
     return Workload("model", model, model.batch, optimizer=optimizer, notes=program.notes)
 
 
+def member(path: Path, name: str) -> bytes:
+    """Return one member of an archive."""
+    with zipfile.ZipFile(path) as archive_file:
+        return archive_file.read(name)
+
+
 def changed(path: Path, change: Callable[[dict[str, Any]], object] = dict, **members: bytes | None) -> Path:
     """Write an archive again, with ``change`` applied to its program and members replaced, added or left out."""
     with zipfile.ZipFile(path) as archive_file:

@@ -113,6 +113,14 @@ def _target(name: str) -> Any:
     return lambda data: data["graph_module"]["graph"]["nodes"][-1].update(target=name)
 
 
+def _of_tensors(**said: Any) -> Any:
+    def change(data: dict[str, Any]) -> None:
+        for each in data["graph_module"]["graph"]["tensor_values"].values():
+            each.update(said)
+
+    return change
+
+
 INDEX = "m/data/weights/model_weights_config.json"
 CONSTANTS = "m/data/constants/model_constants_config.json"
 
@@ -135,6 +143,21 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a file": (lambda path: archives.changed(path, _target("torch.ops.aten.from_file.default")), "unknown operator"),
     "another operator": (lambda path: archives.changed(path, _target("torch.ops.aten.mm.default")), "refuses its"),
     "no program": (lambda path: archives.changed(path, lambda data: data.pop("graph_module")), "not as torch.export"),
+    "an infinite size": (
+        lambda path: archives.changed(path, _of_tensors(sizes=[{"as_int": 1e999}], strides=[{"as_int": 1}])),
+        "no whole number",
+    ),
+    "a negative offset": (
+        lambda path: archives.changed(
+            path,
+            **{
+                INDEX: archives.member(path, INDEX).replace(
+                    b'"storage_offset": {"as_int": 0', b'"storage_offset": {"as_int": -4'
+                )
+            },
+        ),
+        "no tensor that can exist",
+    ),
     "a huge number": (
         lambda path: archives.changed(path, lambda data: data["range_constraints"].update(s1={"min_val": 10**30})),
         "above 2\\*\\*63",

@@ -141,6 +141,9 @@ WRONG = {
     "a lambda": (instead("(lambda: 1)()"), "no value of a graph"),
     "many results": (MANY, "may give 90000 results"),
     "a size above all memory": (LARGE, "no tensor that can exist"),
+    "a tower of powers": (CLASS.replace('primals_1: "f32[8', 'primals_1: "f32[((9**8)**8)**8'), "a size above 2"),
+    "a product above all sizes": (instead("operator.mul(9223372036854775807, 9)"), "a number that no size can be"),
+    "many steps": (instead("torch.ops.aten.diff.default(mm, 1000000000)"), "may give 1000000000 results"),
     "nesting": (instead(f"torch.ops.aten.relu.default({'[' * 40}mm{']' * 40})"), "brackets are open"),
     "a long line": (CLASS.replace("primals_2 = None", f"primals_2 = {'x' * 70000}"), "a line of more than"),
 }
