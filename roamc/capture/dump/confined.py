@@ -63,7 +63,7 @@ def read(reader: str, path: str, *more: str) -> Any:
     Raises:
         DumpError: the file has nothing that can be read, or it takes more time or memory than it may.
     """
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[3])  # of the package
     command = (sys.executable, "-I", "-c", _START, root, reader, path, *more)
     try:
         child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False)
