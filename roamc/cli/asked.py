@@ -84,7 +84,7 @@ Optimizer = Annotated[
     typer.Option(
         "--optimizer",
         help="sgd, adam, adamw (the default) or compact, if the function returns none; none for forward and backward "
-        "of the loss alone.",
+        "of the loss alone. For a log, adds the states to the total, as assumed; default: none.",
     ),
 ]
 Halves = Annotated[
@@ -177,7 +177,7 @@ class Request:
             "compact" its :data:`roamc.cli.words.COMPACT` as well.
         piece: which graph of a file, as ``2/0``; None for the largest.
         optimizer: name of the optimizer where the target brings none; None for AdamW there, ``"none"`` to leave the
-            update of a loss out.
+            update of a loss out. For a file with graphs, the optimizer whose states are assumed; None for none.
         forward_backward: whether to leave the update out.
         meta: whether to call the function of a file with the meta device as torch's default.
         clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; None for no clipping.

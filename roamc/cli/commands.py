@@ -123,15 +123,18 @@ def plan(
             return
         if save is not None:
             check_writable(save)
-        step_plan = _explained(request).report.plan
+        report = _explained(request).report
+        step_plan = report.plan
         if save is not None:
             step_plan.save(save)
         if as_json:
-            _print_json(step_plan.report())
+            _print_json(report.plan_dict())
         else:
+            from roamc.report.pieces import show_pieces
             from roamc.report.text import show_plan
 
             show_plan(console(), step_plan, debug=debug)
+            show_pieces(console(), report.pieces)
         _check_fits(step_plan)
 
 

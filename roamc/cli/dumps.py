@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from roamc import ticker
 from roamc.capture.dump import confined, graphs
 from roamc.capture.dump.archive import Program
 from roamc.capture.dump.exported import Exported, sizes_of
 from roamc.capture.dump.files import Dump
 from roamc.capture.dump.recognise import is_archive
 from roamc.capture.moved import device_of
+from roamc.capture.optimizers import fresh_state, rule_for
 from roamc.cli.asked import Request
-from roamc.cli.words import settings_in
-from roamc.errors import OptionError, nearest
+from roamc.cli.words import NO_OPTIMIZER, settings_in
+from roamc.errors import CaptureError, DumpError, OptionError, nearest
 from roamc.frontends.mesh import parse_mesh
-from roamc.frontends.workload import Workload
-from roamc.graph import TrainGraph
+from roamc.frontends.workload import OPTIMIZERS, Workload
+from roamc.graph import TrainGraph, copied, placeholders
+from roamc.report.pieces import Piece, in_words, piece_of
+from roamc.units import Bytes, format_bytes
 
 
 @functools.lru_cache(maxsize=1)
@@ -67,7 +73,7 @@ def device_in(request: Request) -> torch.device:
 
 
 def graph_in(request: Request) -> TrainGraph:
-    """Return the graph of a step from a file.
+    """Return the graph of a step from a file: the one that is asked for, else the one that needs most.
 
     Raises:
         DumpError: the file has no graph that can be read, or it leaves a size open.
@@ -75,12 +81,101 @@ def graph_in(request: Request) -> TrainGraph:
         CaptureError: an operator of the graph cannot be planned.
     """
     dump, others = _dump(request)
-    graph = graphs.train_graph(dump, _name(request), _sizes(request), device_in(request))
     if not others:
+        return _graph_of(request, dump)[0]
+    pieces, graph = _counted(*_key(request))
+    name = next(each.name for each in pieces if each.planned)
+    note = f"graph {name} of {len(pieces)}, the one that needs most; --piece plans another"
+    return _noted(_noted(copied(graph), in_words(pieces)), note)
+
+
+def pieces_in(request: Request) -> tuple[Piece, ...]:
+    """Return what each graph of a file takes; none where it has one alone or one is asked for.
+
+    Raises as :func:`graph_in` does.
+    """
+    return _counted(*_key(request))[0] if _dump(request)[1] else ()
+
+
+Key = tuple[str, float, tuple[str, ...], str, str | None]
+
+
+def _key(request: Request) -> Key:
+    changed = Path(request.target).stat().st_mtime
+    return request.target, changed, request.sets, request.device, request.optimizer
+
+
+@functools.lru_cache(maxsize=1)
+def _counted(
+    target: str, changed: float, sets: tuple[str, ...], device: str, optimizer: str | None
+) -> tuple[tuple[Piece, ...], TrainGraph]:
+    """What each graph of a file takes, and the graph that needs most."""
+    request = Request(target, sets=sets, device=device, optimizer=optimizer)
+    pieces: list[Piece] = []
+    built: list[tuple[int, TrainGraph]] = []
+    for dump in _dumps(target, changed):
+        ticker.say(f"reading graph {dump.piece}")
+        try:
+            graph, shared = _graph_of(request, dump)
+        except (DumpError, CaptureError) as error:
+            if not pieces:  # the one with most operators: what the others need says little
+                raise
+            pieces.append(Piece(dump.piece, dump.frame, dump.statements, str(error)))
+            continue
+        built.append((len(pieces), graph))
+        pieces.append(piece_of(graph, dump.piece, dump.frame, dump.statements, shared))
+    place, graph = max(built, key=lambda pair: pieces[pair[0]].eager_bytes)
+    pieces[place] = replace(pieces[place], planned=True)
+    return tuple(pieces), graph
+
+
+def _graph_of(request: Request, dump: Dump) -> tuple[TrainGraph, Mapping[str, Bytes]]:
+    """The graph of ``dump``, and the bytes of parameters that the file tells apart from those of other graphs."""
+    graph = graphs.train_graph(dump, _name(request), _sizes(request), device_in(request))
+    return _with_states(graph, dump.trained, request.optimizer), _told_apart(graph, dump, request.optimizer)
+
+
+OWN = ("L['self']", "G[")
+"""How the expressions begin that mean one object in all graphs of one function."""
+
+
+def _told_apart(graph: TrainGraph, dump: Dump, optimizer: str | None) -> Mapping[str, Bytes]:
+    """Name of each parameter that means one object in all graphs of its function to its bytes, its states included."""
+    nodes = {node.name: node for node in placeholders(graph.graph)}
+    trained, told, seen = dump.trained or (), {}, set[int | None]()
+    for position, (each, (source, storage)) in enumerate(zip(dump.primals, dump.inputs, strict=False)):
+        if dump.function and position in (dump.static or ()) and source.startswith(OWN) and each.name in nodes:
+            value = nodes[each.name].meta["val"]
+            state = _state_bytes(optimizer, [value]) if optimizer in OPTIMIZERS and each.name in trained else 0
+            told[f"{dump.function} {source}"] = state + (0 if storage in seen else value.untyped_storage().nbytes())
+            seen.add(storage)
+    return told
+
+
+USUAL = "adamw"
+"""The optimizer that a note speaks of where none is named."""
+
+
+def _with_states(graph: TrainGraph, trained: tuple[str, ...] | None, optimizer: str | None) -> TrainGraph:
+    """``graph`` with the bytes of an optimizer's states for the inputs ``trained``, and a note that they are assumed.
+
+    Without an ``optimizer``, the note says what :data:`USUAL` would add; without roles, that nothing is assumed.
+    """
+    if optimizer == NO_OPTIMIZER or (optimizer is None and not trained):
         return graph
-    first = ", ".join(f"{other.piece} ({other.statements} operators)" for other in others[:3])
-    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    note = f"graph {dump.piece} of {len(others) + 1}, the largest; --piece plans another: {first}{more}"
+    if not trained:
+        why = "the file does not say which inputs are parameters" if trained is None else "no parameter gets a gradient"
+        return _noted(graph, f"{why}: nothing is assumed for --optimizer {optimizer}")
+    parameters = [node.meta["val"] for node in placeholders(graph.graph) if node.name in trained]
+    state = _state_bytes(optimizer or USUAL, parameters)
+    of = f"{format_bytes(state)} of states; parameters that get a gradient: {len(parameters)}"
+    if optimizer is None:
+        return _noted(graph, f"--optimizer {USUAL} adds {of}")
+    beside = "gradients are in the step, and what the update takes for a moment is not counted"
+    return _noted(graph.replace(assumed_state=state), f"assumed for --optimizer {optimizer}: {of}; {beside}")
+
+
+def _noted(graph: TrainGraph, note: str) -> TrainGraph:
     return graph.replace(notes=(note, *graph.notes))
 
 
@@ -119,3 +214,15 @@ def _sizes(request: Request) -> dict[str, int]:
     if wrong is not None:
         raise OptionError(f"--set {wrong}={sizes[wrong]}: settings of a file are values of its symbolic sizes, numbers")
     return {key: int(size) for key, size in sizes.items()}
+
+
+def _state_bytes(name: str, parameters: Sequence[torch.Tensor]) -> Bytes:
+    """The bytes of an optimizer's states of ``parameters``, as a captured step has them."""
+    optimizer = OPTIMIZERS[name](each.detach() for each in parameters)
+    rule = rule_for(optimizer)
+    return sum(
+        fresh_state(rule, group, each).untyped_storage().nbytes()
+        for group in optimizer.param_groups
+        for each in group["params"]
+        for _ in rule.states(group)
+    )

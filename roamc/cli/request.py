@@ -130,6 +130,8 @@ def explained(
     planned = _of_mesh(planned, request, mesh)
     lives = lives_of(planned.graph)
     report = explain(eager, planned, lives, emit(planned.graph).listing if source else "")
+    if request.is_dump:
+        report = dataclasses.replace(report, pieces=dumps.pieces_in(request))
     return Explained(report, mesh, trials, before, lives, profile)
 
 
@@ -275,7 +277,8 @@ def picture(request: Request, *, source: bool = False, curve: bool = False, say:
 def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple[TrainGraph, Seconds]:
     if request.is_dump:
         start = time.perf_counter()
-        graph = devices.noted(dumps.graph_in(request), options, _device(request))
+        with ticker.listening(say):
+            graph = devices.noted(dumps.graph_in(request), options, _device(request))
         return graph, time.perf_counter() - start
     with redirect_stdout(sys.stderr), built_for(device_of(request.device)):  # what users' code prints is no answer
         workload = on_mesh(workload_of(request), mesh)

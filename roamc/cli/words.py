@@ -24,6 +24,9 @@ from roamc.settings import OPTIMIZERS, Setting, check_device, parse_setting
 NO_OPTIMIZER = "none"
 """What ``--optimizer`` takes for forward and backward of the loss without an update."""
 
+PLAIN = (*(name for name in OPTIMIZERS if name != "compact"), NO_OPTIMIZER)
+"""Optimizers whose states depend on a parameter's shape alone, and none: those of a graph without its model."""
+
 FRACTION = r"[0-9]+/[1-9][0-9]*"
 
 COMPACT: Mapping[str, Callable[[Any], Any]] = {
@@ -40,7 +43,7 @@ NEED_TORCH = ("profile", "gpu")
 
 WITHOUT_MODEL = frozenset(
     {"target", "sets", "piece", "memory_budget", "option", "device", "gpu", "profile", "as_json", "debug", "save"}
-    | {"top", "by", "source", "kernels", "graph", "graphml", "html", "curve"}
+    | {"optimizer", "top", "by", "source", "kernels", "graph", "graphml", "html", "curve"}
 )
 """Parameters of the commands that do not need the model of a graph."""
 
@@ -68,6 +71,10 @@ def check_words(asked: Asked) -> None:
         needing = next((option for name, option in asked.given.items() if name not in WITHOUT_MODEL), None)
         if needing is not None:
             raise OptionError(f"{request.target} has the graph of a step without its model, which {needing} needs")
+        if request.optimizer == "compact":
+            raise OptionError(
+                f"--optimizer compact needs the model's layers: {request.target} takes {', '.join(PLAIN)}"
+            )
         return
     if is_archive(request.target):
         return

@@ -509,6 +509,10 @@ def written_inputs(graph: TrainGraph, nodes: Iterable[fx.Node]) -> set[str]:
     return {node.name for node in placeholders(graph.graph) if not storages.isdisjoint(all_ids([node]))}
 
 
+ASSUMED_STATE = f"assumed {Role.OPTIMIZER_STATE.value}"
+"""Among :func:`input_bytes`: states of an optimizer that the graph does not have."""
+
+
 def held_storages(graph: TrainGraph) -> Iterator[tuple[fx.Node, Port, StorageId]]:
     """Yield each storage of inputs with its input's node and port, tangents left out.
 
@@ -523,8 +527,11 @@ def held_storages(graph: TrainGraph) -> Iterator[tuple[fx.Node, Port, StorageId]
 
 
 def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
-    """Return the bytes of :func:`held_storages` by the value of the inputs' :class:`Role`, such as "parameter"."""
+    """Return the bytes of :func:`held_storages` by the value of the inputs' :class:`Role`, such as "parameter".
+
+    What is assumed of an optimizer that the graph does not have is there as :data:`ASSUMED_STATE`.
+    """
     total: dict[str, Bytes] = {}
     for _, port, storage in held_storages(graph):
         total[port.role.value] = total.get(port.role.value, 0) + storage.nbytes
-    return total
+    return total | ({ASSUMED_STATE: graph.assumed_state} if graph.assumed_state else {})

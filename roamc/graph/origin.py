@@ -28,8 +28,8 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"[LG]\['(?:(?:self|fn|args'\]\[\d+)'?\](?:\.__closure__\[\d+\]\.cell_contents)?)?")
 """How dynamo begins the path of a module: with the variable that holds it. The name of any other stays."""
 
-_BESIDE = frozenset(("", "_modules", "_orig_mod", "_checkpoint_wrapped_module"))
-"""Parts of a path that are no names of the user's modules."""
+_BESIDE = frozenset(("", "_modules", "_parameters", "_buffers", "_orig_mod", "_checkpoint_wrapped_module"))
+"""Parts of a path that are no names of the user's modules and tensors."""
 
 
 def source_line(node: fx.Node) -> str:

@@ -174,6 +174,8 @@ class TrainGraph:
             run as often as in the graph.
         in_flight: how many micro-batches of a pipeline have run forward before one runs backward: what is saved for the
             others waits meanwhile. Above 1, all of FORWARD runs in front of all of BACKWARD.
+        assumed_state: bytes of the states of an optimizer that the graph does not have, by the user's word; None where
+            nothing is assumed of one.
         calls: whether ``in_flight`` counts calls of one module that run forward before a backward, instead of
             micro-batches of a pipeline. The caller holds the inputs and the outputs of each.
     """
@@ -198,6 +200,7 @@ class TrainGraph:
     agreements: tuple[Agreement, ...] = field(default=(), repr=False)
     same_plan: tuple[SamePlan, ...] = field(default=(), repr=False)
     in_flight: int = 1
+    assumed_state: Bytes | None = None
     calls: bool = False
 
     @property

@@ -440,7 +440,8 @@ _INSIDE = "on top of the peak: operator workspace and tensor objects, estimated"
 
 
 HELD = {
-    "parameter": "parameters", "buffer": "buffers", "optimizer state": "optimizer state", "input": "inputs",
+    "parameter": "parameters", "buffer": "buffers", "optimizer state": "optimizer state",
+    "assumed optimizer state": "assumed optimizer state", "input": "inputs",
 }  # fmt: skip
 """Roles of ``fixed_bytes`` in the words of sentences and pages."""
 

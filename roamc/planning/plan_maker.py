@@ -68,15 +68,20 @@ def prepared(
     floor = other_orders.eager_floor(graph, memory) if peak < layout.EFFORT.small_graph else {}
     graph = graph.replace(eager_bytes=peak, eager_floor=floor)
     most_threads = max(threads, torch.get_num_threads())  # a plan from elsewhere may be counted again for more
-    most = int((live + cost.workspaces(of_eager(memory).operators, most_threads, eager=True)).max(initial=0))
-    own = cost.tensor_objects(memory, list(graph.graph.nodes), *eager_lifetimes(memory)).peak()
-    needs = most + cost.objects(most, own)
-    needs += waiting_bytes(graph, memory, eager=True)
+    needs = eager_needs(graph, memory, most_threads) + waiting_bytes(graph, memory, eager=True)
     products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
     maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products, room=options.room)
     maker = maker.under(terms_of(graph, options.memory_budget, needs, options.room))
     state = State(graph, {}, {}, value_flow.read(graph, Numbers()), verify.constraints(graph))
     return maker, maker.runner.run(state, pipeline.same_for_all_budgets(pipeline.PIPELINE))
+
+
+def eager_needs(graph: TrainGraph, memory: MemoryModel, threads: int) -> Bytes:
+    """Return the bytes that eager PyTorch takes at its worst step, with workspaces of so many threads and objects."""
+    live = eager_live_bytes(memory) + cost.workspaces(of_eager(memory).operators, threads, eager=True)
+    most = int(live.max(initial=0))
+    own = cost.tensor_objects(memory, list(graph.graph.nodes), *eager_lifetimes(memory)).peak()
+    return most + cost.objects(most, own)
 
 
 def _check_device(graph: TrainGraph, options: Options) -> None:
@@ -144,7 +149,8 @@ def limit_of(graph: TrainGraph, asked: budget.Budget | None, eager_needs: Bytes)
     device = main_device(graph)
     if asked == "device":
         blocks.empty_idle(device)
-    return budget.resolve(asked, eager_needs, device, input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0))
+    state = input_bytes(graph).get(Role.OPTIMIZER_STATE.value, 0) + (graph.assumed_state or 0)
+    return budget.resolve(asked, eager_needs, device, state)
 
 
 @dataclass(frozen=True)

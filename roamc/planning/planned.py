@@ -166,7 +166,7 @@ def margin_of(graph: TrainGraph, apart: Bytes = 0) -> dict[str, Bytes]:
 
 def _without_states(graph: TrainGraph) -> tuple[str, ...]:
     """Return a sentence on the optimizer's states where the graph has no update, so that the total lacks them."""
-    if not graph.boundary:
+    if not graph.boundary or graph.assumed_state is not None:
         return ()
     return (WITHOUT_STATES,)
 

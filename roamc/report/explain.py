@@ -27,6 +27,7 @@ from roamc.planning.planned import Planned
 from roamc.report.curve import Curve
 from roamc.report.fused import Grouped, grouped
 from roamc.report.origin import NOWHERE, Origins
+from roamc.report.pieces import Piece
 from roamc.report.projected import ProjectedWeight, projected
 from roamc.report.rerun import Dropped, Smaller, dropped, smaller
 from roamc.units import Bytes
@@ -179,6 +180,7 @@ class Explanation:
         graph: the planned graph.
         source: the emitted program; empty if it was not asked for.
         curve: what lower peaks cost; None if it was not asked for.
+        pieces: all graphs of the file that this one is of; empty where it is of none, or was asked for by name.
     """
 
     plan: Plan
@@ -195,6 +197,7 @@ class Explanation:
     order: str = ""
     source: str = field(default="", repr=False)
     curve: Curve | None = None
+    pieces: tuple[Piece, ...] = ()
 
     def to_dict(self, top: int | None = None, by: str | None = None) -> dict[str, Any]:
         """Return all but the graph as plain data, ready for JSON.
@@ -205,6 +208,7 @@ class Explanation:
         """
         data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "graph"}
         data["plan"] = self.plan.report()
+        del data["pieces"]
         for key in ("eager", "planned"):
             data[key] = dataclasses.asdict(data[key])
             data[key]["groups"] = [dataclasses.asdict(group) for group in groups(getattr(self, key), by)][:top]
@@ -214,7 +218,14 @@ class Explanation:
         data["curve"] = dataclasses.asdict(self.curve) if self.curve else None
         if not self.source:
             del data["source"]
-        return data
+        return data | self._pieces()
+
+    def plan_dict(self) -> dict[str, Any]:
+        """Return the plan alone as plain data, ready for JSON, with the graphs beside it."""
+        return self.plan.report() | self._pieces()
+
+    def _pieces(self) -> dict[str, Any]:
+        return {"pieces": [each.to_dict() for each in self.pieces]} if self.pieces else {}
 
 
 def explain(eager: Peak, planned: Planned, lives: Lives, source: str = "") -> Explanation:

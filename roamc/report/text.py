@@ -14,6 +14,7 @@ from roamc.report.explain import Allocating, Explanation, Group, Live, Peak, by_
 from roamc.report.frontier import Point
 from roamc.report.fused import Grouped
 from roamc.report.kernels import KernelReport
+from roamc.report.pieces import show_pieces
 from roamc.report.projected import WAITS
 from roamc.report.tables import say, show_rows
 from roamc.units import Bytes, Seconds, format_apart, format_bytes, format_parts
@@ -89,6 +90,7 @@ def show_explanation(out: Console, report: Explanation, top: int, by: str | None
         by: what a peak is summed up by, as for :func:`roamc.report.explain.groups`.
     """
     show_plan(out, report.plan)
+    show_pieces(out, report.pieces)
     one = ", one micro-batch" if report.plan.in_flight > 1 else ""
     kept = "same graph, program order, gradients kept to the end"
     _show_peak(out, f"peak of {report.plan.name} as planned{one}", report.planned, top, by, report.plan.peak_bytes)

@@ -234,6 +234,8 @@ def test_numbers_of_layers_are_folded_and_parts_of_a_sequence_are_not() -> None:
         ("L['fn'].__closure__[0].cell_contents.h.1", "h.1"),
         ("G['net'].a-b", "net.a-b"),
         ("L['self']._modules['h']._modules['0']", "h.0"),
+        ("L['self']._modules['h']._parameters['weight']", "h.weight"),
+        ("L['self']._buffers['count']", "count"),
         ("h.0._orig_mod.mlp", "h.0.mlp"),
     ],
 )

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from roamc import compat
-from roamc.capture.dump.phases import TANGENTS
+from roamc.capture.dump.text import TANGENTS
 from roamc.graph import tensors_of
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.origin import SUM_OF_GRADIENTS

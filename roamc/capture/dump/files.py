@@ -9,7 +9,7 @@ from pathlib import Path
 
 from roamc.capture.dump import prefixes, text, trace_log
 from roamc.capture.dump.recognise import logs_in, printed_in
-from roamc.capture.dump.text import GraphText
+from roamc.capture.dump.text import GraphText, Input
 from roamc.errors import DumpError
 
 
@@ -26,6 +26,7 @@ class Dump:
         static: positions of inputs that are parameters or buffers; None if the file does not say.
         inputs: for each input, the expression by which the user reaches it, and what names its storage.
         dynamo: text of dynamo's graph, which has the writes in place of the model; "" if the file has none.
+        function: which function of the user's it is of, "" if the file does not say: graphs of one share its names.
         decomposed: whether its operators are Inductor's, and not those that eager runs.
         notes: what the file lacks or has otherwise.
     """
@@ -38,8 +39,58 @@ class Dump:
     static: tuple[int, ...] | None = None
     inputs: tuple[tuple[str, int | None], ...] = ()
     dynamo: str = ""
+    function: str = ""
     decomposed: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def trained(self) -> tuple[str, ...] | None:
+        """Names of the parameters that get a gradient; None if the file does not say which inputs are parameters."""
+        if self.static is None:
+            return None
+        pairs = enumerate(zip(self.primals, self.last.results[-len(self.primals) :], strict=False))
+        gets = (each.name for at, (each, result) in pairs if at in self.static and result.value is not None)
+        return tuple(gets) if self.last.has_tangents else ()
+
+    @property
+    def frame(self) -> str:
+        """What it is a compilation of; others of the same are alternatives to it, in this run or another."""
+        return self.piece.rpartition(":")[2].partition("/")[0]
+
+    @property
+    def first(self) -> GraphText:
+        """The graph that begins with the inputs."""
+        graph = self.joint or self.forward
+        assert graph is not None
+        return graph
+
+    @property
+    def last(self) -> GraphText:
+        """The graph that ends with the gradients, one for each input that is no tangent."""
+        graph = self.joint or self.backward
+        assert graph is not None
+        return graph
+
+    @property
+    def primals(self) -> tuple[Input, ...]:
+        """The inputs that are no tangents."""
+        return tuple(each for each in self.first.inputs if not each.name.startswith(text.TANGENTS))
+
+    def of_tensors(self) -> Dump:
+        """The same without gradients and positions of inputs that are sizes, which are numbers in a graph of fakes."""
+        kept = [at for at, each in enumerate(self.primals) if not is_size(each)]
+        if len(kept) == len(self.primals):
+            return self
+        place = {at: position for position, at in enumerate(kept)}
+        static = None if self.static is None else tuple(place[at] for at in self.static if at in place)
+        inputs = tuple(self.inputs[at] for at in kept if at < len(self.inputs))
+        without = replace(self, static=static, inputs=inputs)
+        if not self.last.has_tangents:
+            return without
+        begin = len(self.last.results) - len(self.primals)
+        results = (*self.last.results[:begin], *(self.last.results[begin + at] for at in kept))
+        last = replace(self.last, results=results)
+        return replace(without, joint=last) if self.joint is not None else replace(without, backward=last)
 
     @property
     def statements(self) -> int:
@@ -56,8 +107,12 @@ def read(target: str) -> tuple[Dump, ...]:
     path = Path(target)
     if not path.is_dir():
         return _ranked(of_file(path))
-    logs = logs_in(path)
-    return _ranked([dump for each in _of_one_rank(logs) for dump in of_file(each)] if logs else _of_printed(path))
+    if not (logs := _of_one_rank(logs_in(path))):
+        return _ranked(_of_printed(path))
+    dumps = [dump for each in logs for dump in of_file(each)]
+    if len({dump.piece for dump in dumps}) < len(dumps):
+        dumps = [replace(dump, piece=f"{Path(dump.path).name.partition('.')[0]}:{dump.piece}") for dump in dumps]
+    return _ranked(dumps)
 
 
 _HALF = re.compile(r"_(?:forward|backward|inference)_[\d.]+$")
@@ -85,11 +140,18 @@ def of_file(path: Path) -> list[Dump]:
     if not content.strip():
         raise DumpError(f"{path}: the file is empty")
     if trace_log.is_log(content) and "\n\t" in content:
-        return [_of_piece(path, piece) for piece in trace_log.read(content, path)]
-    return _of_text(path, text.graphs(prefixes.without_prefixes(content), str(path)))
+        return [of_piece(path, piece) for piece in trace_log.read(content, path)]
+    dumps = _of_text(path, text.graphs(prefixes.without_prefixes(content), str(path)))
+    names = prefixes.frames(content, [dump.first.line for dump in dumps])
+    return [replace(dump, piece=name) for dump, name in zip(dumps, names, strict=True)] if names else dumps
 
 
-def _of_piece(path: Path, piece: trace_log.Piece) -> Dump:
+def of_piece(path: Path, piece: trace_log.Piece) -> Dump:
+    """Return one graph of the log ``path``.
+
+    Raises:
+        DumpError: it was cut off, or is not as torch prints graphs.
+    """
     graphs = {key: _only(path, *said) for key, said in piece.texts.items() if key != "dynamo_output_graph"}
     whole = graphs.get("aot_joint_graph") or graphs.get("aot_inference_graph")
     notes: tuple[str, ...] = ()
@@ -105,6 +167,7 @@ def _of_piece(path: Path, piece: trace_log.Piece) -> Dump:
         static=piece.static,
         inputs=piece.inputs(),
         dynamo=piece.dynamo,
+        function=piece.function,
         decomposed=piece.decomposed,
         notes=notes,
     )
@@ -132,21 +195,39 @@ def _only(path: Path, content: str, line: int) -> GraphText:
 
 
 def _of_text(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
-    roles = ("the file does not say which inputs are parameters: all of them count as inputs",)
     whole = [each for each in graphs if each.joint]
     halves = [each for each in graphs if not each.joint]
     if whole:
-        return [Dump(str(path), str(number), each, notes=roles) for number, each in enumerate(whole)]
+        return [_with_roles(Dump(str(path), str(number), each), each) for number, each in enumerate(whole)]
     second = [each for each in halves if each.has_tangents]
     first = [each for each in halves if not each.has_tangents]
     if len(first) == len(second) == 1:
-        return [_in_halves(Dump(str(path), "0", None, notes=roles), first[0], second[0])]
+        return [_in_halves(_with_roles(Dump(str(path), "0", None), first[0]), first[0], second[0])]
     if second:
         raise DumpError(
             f"{path}: {'a' if len(second) == 1 else len(second)} backward without the forward that saves its inputs. "
             "Put both into one file, or log the joint graph: TORCH_LOGS=aot_joint_graph"
         )
-    return [Dump(str(path), str(number), each, notes=(*roles, *_saves(each))) for number, each in enumerate(first)]
+    dumps = (Dump(str(path), str(number), each, notes=_saves(each)) for number, each in enumerate(first))
+    return [_with_roles(dump, dump.first) for dump in dumps]
+
+
+HELD = ("ParamAOTInput(", "BufferAOTInput(")
+"""How comments behind inputs begin that are parameters or buffers."""
+
+
+def _with_roles(dump: Dump, first: GraphText) -> Dump:
+    """``dump`` with what the comments say of the inputs of its forward; with a note where they say nothing."""
+    static = tuple(position for position, each in enumerate(first.inputs) if each.comment.startswith(HELD))
+    if static:
+        return replace(dump, static=static)
+    note = "the file does not say which inputs are parameters: all of them count as inputs"
+    return replace(dump, notes=(note, *dump.notes))
+
+
+def is_size(each: Input) -> bool:
+    """Whether an input is a size, and no tensor."""
+    return (each.annotation or "").startswith("Sym(")
 
 
 def _saves(forward: GraphText) -> tuple[str, ...]:

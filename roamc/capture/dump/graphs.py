@@ -13,11 +13,14 @@ from roamc.capture import joint
 from roamc.capture.dump import calls, phases, writes
 from roamc.capture.dump.annotations import Sizes
 from roamc.capture.dump.build import Builder, device_of
-from roamc.capture.dump.files import Dump
-from roamc.capture.dump.text import GraphText
+from roamc.capture.dump.files import Dump, is_size
+from roamc.capture.dump.text import TANGENTS
 from roamc.errors import DumpError, RoamcError
 from roamc.graph import Port, TrainGraph
 from roamc.graph.origin import path_of
+
+LEFT_OUT = "as torch logs it without what no result needs: eager runs that too, and may need more"
+"""The end of a note on operators of the model that a log does not have."""
 
 MOVED = "the file is of a CPU: on a GPU torch may run other operators, such as another kernel of attention"
 """Note on a graph that is planned for another device."""
@@ -46,6 +49,7 @@ def train_graph(dump: Dump, name: str, sizes: Mapping[str, int], device: torch.d
     builder = Builder(Sizes(sizes, str(dump.path)), str(dump.path), device if moved else None)
     notes = (*dump.notes, *((MOVED,) if moved else ()))
     shared = {position: storage for position, (_, storage) in enumerate(dump.inputs) if storage is not None}
+    dump = dump.of_tensors()
     try:
         graph, more = _stitched(builder, dump, shared, name)
     except RoamcError:
@@ -67,7 +71,7 @@ def _stitched(
     if dump.joint is not None:
         module = builder.module(dump.joint, shared)
         phases.tag(module.graph)
-        outputs = _forward_results(dump, dump.joint)
+        outputs = len(dump.joint.results) - sum(not is_size(each) for each in dump.primals)
         notes = _as_eager_runs_it(dump, module, outputs, builder)
         forward, backward = compat_aot.partition(module, builder.mode, outputs, static)
     else:
@@ -77,10 +81,12 @@ def _stitched(
 
 def _as_eager_runs_it(dump: Dump, module: fx.GraphModule, outputs: int, builder: Builder) -> tuple[str, ...]:
     """Note in a joint graph what eager's peak depends on beside operators; return notes on what could not be found."""
-    lost = writes.mark(module.graph, dump.dynamo)
+    lost, gone = writes.mark(module.graph, dump.dynamo)
     notes: tuple[str, ...] = ()
     if lost:
         notes = (f"{lost} writes in place of the model were not found in its graph: eager's peak may be lower",)
+    if gone:
+        notes = (*notes, f"{gone} writes in place are no part of the graph, {LEFT_OUT}")
     if dump.decomposed or calls.number(module, outputs):
         return notes
     return (
@@ -98,19 +104,13 @@ def _named(dump: Dump, graph: TrainGraph) -> tuple[Port, ...]:
     return tuple(ports)
 
 
-def _forward_results(dump: Dump, whole: GraphText) -> int:
-    """How many results are forward's: all but one gradient for each input that is no tangent."""
-    primals = [each for each in whole.inputs if not each.name.startswith(phases.TANGENTS)]
-    return len(whole.results) - len(primals)
-
-
 def _halves(builder: Builder, dump: Dump, shared: Mapping[int, object]) -> tuple[fx.GraphModule, fx.GraphModule, int]:
     """Both halves, built in one fake mode: what backward reads are forward's own tensors; and forward's outputs."""
     assert dump.forward is not None
     assert dump.backward is not None
     forward = builder.module(dump.forward, shared)
     values = {node.name: node.meta["val"] for node in forward.graph.nodes if "val" in node.meta}
-    saved = [each for each in dump.backward.inputs if not each.name.startswith((phases.TANGENTS, "bwd_rng_state"))]
+    saved = [each for each in dump.backward.inputs if not each.name.startswith((TANGENTS, "bwd_rng_state"))]
     outputs = len(dump.forward.results) - len(saved)
     if outputs < 0:
         raise DumpError(f"{dump.path}: backward reads {len(saved)} values, more than forward returns")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-TANGENTS = "tangents"
-"""How the names of gradients that are handed in begin."""
+from roamc.capture.dump.text import TANGENTS
 
 
 def tag(joint: fx.Graph) -> None:

@@ -22,12 +22,29 @@ _PREFIX = re.compile(rf"^(?:{_RANK}(?:{TODAY}|{_OF_2023})(?:\[[\w/ .-]*\] ?)*(?:
 _QUOTE = re.compile(r"^ {0,3}> ?")
 
 
+_FRAME = re.compile(r"\[(\d+/\d+)(?:_\d+)?\]")
+
+
+def frames(text: str, lines: Sequence[int]) -> list[str]:
+    """Return which compilation each of ``lines``, counted from 1, is of by its prefix, as ``0/0``.
+
+    Empty unless all of them say it, each another.
+    """
+    every = _lines(text)
+    said = [match[1] for line in lines if (match := _FRAME.search(every[line - 1]))]
+    return said if len(set(said)) == len(lines) else []
+
+
+def _lines(text: str) -> list[str]:
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
 def without_prefixes(text: str) -> list[str]:
     """Return the lines of ``text`` without log prefixes, ranks, colours, carriage returns and a Markdown quote's marks.
 
     The spaces that indent all lines are taken away as well.
     """
-    lines = [_COLOUR.sub("", line) for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+    lines = [_COLOUR.sub("", line) for line in _lines(text)]
     filled = [line for line in lines if line.strip()]
     if filled and all(_QUOTE.match(line) for line in filled):
         lines = [_QUOTE.sub("", line, count=1) for line in lines]

@@ -34,6 +34,9 @@ MOST_STATEMENTS = 100_000
 MOST_NESTING = 32
 """Most brackets that are open at one place."""
 
+TANGENTS = "tangents"
+"""How the names of gradients that are handed in begin."""
+
 Value = Any
 """A constant, a list or tuple of values, :class:`Name`, :class:`Dotted`, :class:`Item` or :class:`Call`."""
 
@@ -143,10 +146,11 @@ class GraphText:
     @property
     def has_tangents(self) -> bool:
         """Whether gradients are handed in: it is backward, or forward and backward in one, which :attr:`joint` says."""
-        return any(each.name.startswith("tangents") for each in self.inputs)
+        return any(each.name.startswith(TANGENTS) for each in self.inputs)
 
 
-_CLASS = re.compile(r"^(\s*)(?:<eval_with_key>\.\d+ )?class ([\w<>.]+)\(torch\.nn\.Module\):")
+_CLASS = re.compile(r"^(\s*)([^\"'#]*? )?class ([\w<>.]+)\(torch\.nn\.Module\):")
+"""Its indentation; what torch 2.0 to 2.5 print in front of it, such as ``<eval_with_key>.9 `` or a path; its name."""
 _FORWARD = re.compile(r"^(\s*)def forward\(")
 _SIGNATURE_ENDS = re.compile(r"\)(?:\s*->[^:]*)?:\s*(?:#.*)?$")
 _CODE_AND_COMMENT = re.compile(r"""^((?:[^"'#]|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*)(?:#\s*(.*))?$""")
@@ -210,7 +214,7 @@ def _beginnings(lines: Sequence[str]) -> Iterator[tuple[int, int, str]]:
     for at, line in enumerate(lines):
         if match := _CLASS.match(line):
             inside = True
-            yield at, len(match[1]), match[2]
+            yield at, 0 if match[2] else len(match[1]), match[3]
         elif match := _FORWARD.match(line):
             if not inside:
                 yield at, len(match[1]), "forward"

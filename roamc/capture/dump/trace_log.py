@@ -43,6 +43,7 @@ class Piece:
         tensors: descriptions of the inputs, in the sequence in which dynamo met them.
         sources: number of a tensor to the expression by which the user reaches it.
         decomposed: whether Inductor compiled it: operators are then no longer those that eager runs.
+        function: file, name and line of the user's function that it is of, behind a graph break too; "" if not known.
     """
 
     frame: str
@@ -51,6 +52,7 @@ class Piece:
     tensors: list[Mapping[str, Any]] = field(default_factory=list)
     sources: dict[int, str] = field(default_factory=dict)
     decomposed: bool = False
+    function: str = ""
 
     @property
     def has_graph(self) -> bool:
@@ -69,7 +71,7 @@ class Piece:
         fails.
         """
         by_name = {_plain(self.sources.get(each["id"], "")): each for each in self.tensors}
-        signature = self.dynamo[: self.dynamo.find("):")]
+        signature = self.dynamo.partition("def forward(")[2].partition("):")[0]
         described = [by_name.get(_plain(name)) for name in _DYNAMO_INPUT.findall(signature)]
         return tuple(("", None) if each is None else (self.sources[each["id"]], each["storage"]) for each in described)
 
@@ -91,6 +93,7 @@ def read(content: str, path: Path) -> tuple[Piece, ...]:
     """
     pieces: dict[str, Piece] = {}
     earlier: list[Piece] = []
+    functions: dict[tuple[str, str], list[int]] = {}
     for line, head, payload in _entries(content.split("\n"), path):
         if "frame_id" in head and "frame_compile_id" in head:
             frame = f"{head['frame_id']}/{head['frame_compile_id']}"
@@ -99,7 +102,7 @@ def read(content: str, path: Path) -> tuple[Piece, ...]:
                 if piece.has_graph and not head.get("attempt"):  # dynamo was reset, and counts from 0 again
                     number = sum(other.frame.startswith(f"{frame}.") for other in earlier)
                     earlier.append(replace(piece, frame=f"{frame}.{number}"))
-                pieces[frame] = Piece(frame)
+                pieces[frame] = Piece(frame, function=_function(head["dynamo_start"], functions))
             else:
                 _note(piece, line, head, payload)
     found_pieces = tuple(piece for piece in (*earlier, *pieces.values()) if piece.has_graph)
@@ -110,6 +113,24 @@ def read(content: str, path: Path) -> tuple[Piece, ...]:
             'torch.compile(model, backend="aot_eager"), and take a step'
         )
     return found_pieces
+
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")
+"""Name that dynamo gives to what stands behind a graph break."""
+
+
+def _function(start: Any, functions: dict[tuple[str, str], list[int]]) -> str:
+    """The function that is compiled; ``functions`` has the lines of those so far, by file and name."""
+    stack = start.get("stack") if isinstance(start, dict) else None
+    frame = stack[-1] if isinstance(stack, list) and stack else None
+    if not isinstance(frame, dict) or not isinstance(frame.get("line"), int):
+        return ""
+    file, name, line = str(frame.get("filename")), str(frame.get("name")), frame["line"]
+    if resumed := _RESUMED.fullmatch(name):
+        name = resumed[1]
+        line = max((each for each in functions.get((file, name), ()) if each <= line), default=line)
+    functions.setdefault((file, name), []).append(line)
+    return f"{file}:{name}:{line}"
 
 
 def _note(piece: Piece, line: int, head: Mapping[str, Any], payload: str) -> None:

@@ -41,7 +41,7 @@ DROPOUT = ("bernoulli", "div", "mul")
 _SCATTERS = ("slice_scatter", "select_scatter", "as_strided_scatter", "diagonal_scatter")
 
 
-def mark(joint: fx.Graph, dynamo: str) -> int:
+def mark(joint: fx.Graph, dynamo: str) -> tuple[int, int]:
     """Set ``meta[WROTE_OVER]`` of forward's operators that stand for a write in place, as capture does.
 
     Args:
@@ -49,7 +49,8 @@ def mark(joint: fx.Graph, dynamo: str) -> int:
         dynamo: the text of dynamo's graph.
 
     Returns:
-        How many writes of ``dynamo`` were not found in ``joint``.
+        How many writes of ``dynamo`` were not found in ``joint``, and how many are of lines that it has nothing of:
+        torch leaves out what no result needs.
     """
     waiting: dict[Line, deque[tuple[str, ...]]] = defaultdict(deque)
     for line, operators in _writes(dynamo.split("\n")):
@@ -65,11 +66,13 @@ def mark(joint: fx.Graph, dynamo: str) -> int:
         if due and _stem(node) in due[0]:
             due.popleft()
             inside = True
-        elif inside and not (_stem(node) in _SCATTERS or _views_a_scatter(node)):
+        elif inside and not (_stem(node) in _SCATTERS or _views_a_scatter(node) or _is_scattered(node)):
             inside = False
         if inside:
             node.meta[WROTE_OVER] = True
-    return sum(map(len, waiting.values()))
+    there = {_line(node) for node in joint.nodes if node.meta.get("partitioner_tag") != "is_backward"}
+    gone = sum(len(operators) for line, operators in waiting.items() if line not in there)
+    return sum(map(len, waiting.values())) - gone, gone
 
 
 def _writes(lines: Sequence[str]) -> Iterator[tuple[Line, tuple[str, ...]]]:
@@ -94,6 +97,18 @@ def _line(node: fx.Node) -> Line:
 
 def _stem(node: fx.Node) -> str:
     return name_of(node.target).split(".")[1] if isinstance(node.target, OpOverload) else ""
+
+
+def _is_scattered(node: fx.Node) -> bool:
+    """Whether what is written to a view is brought to the shape of its base, to be written into that."""
+    while ops.is_view(node.target):
+        users = list(node.users)
+        if any(_stem(user) in _SCATTERS and user.args[1] is node for user in users):
+            return True
+        if len(users) != 1:
+            return False
+        node = users[0]
+    return False
 
 
 def _views_a_scatter(node: fx.Node) -> bool:

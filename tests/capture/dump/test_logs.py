@@ -22,14 +22,20 @@ Pair = tuple[str, str, Plan, str]
 """Name of a model, the plan made live as JSON, the plan from its log, and the notes of its graph."""
 
 
-def logged(folder: Path, names: Sequence[str], budget: str = "none") -> list[Pair]:
-    """Plan models by torch.compile in another process, and again from its log."""
+def write_log(folder: Path, names: Sequence[str], budget: str = "none") -> tuple[Path, list[tuple[str, list[str]]]]:
+    """Plan models by torch.compile in another process; return its log, and the plans of each model."""
     out = folder / "plans.json"
     command = (sys.executable, "-m", "tests.capture.dump.logged", str(out), budget, *names)
     environment = {**os.environ, "TORCH_TRACE": str(folder), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
     (log,) = folder.glob("*.log")
-    live = [(name, plan) for name, plans in json.loads(out.read_text("utf-8")) for plan in plans]
+    return log, json.loads(out.read_text("utf-8"))
+
+
+def logged(folder: Path, names: Sequence[str], budget: str = "none") -> list[Pair]:
+    """Plan models by torch.compile in another process, and again from its log."""
+    log, rows = write_log(folder, names, budget)
+    live = [(name, plan) for name, plans in rows for plan in plans]
     dumps = files.of_file(log)
     assert len(dumps) == len(live)
     options = parse_options({"memory_budget": budget} if budget != "none" else {})
@@ -54,6 +60,12 @@ def test_a_log_gives_the_plan_that_was_made_live(name: str, tmp_path: Path) -> N
         )
         assert read == made_live
         assert not notes or "estimated" in notes
+
+
+def test_random_writes_in_place_give_the_plan_that_was_made_live(tmp_path: Path) -> None:
+    for _, live, plan, _ in logged(tmp_path, [f"in-place:{seed}" for seed in (8, 9)]):
+        made_live, read = json.loads(live), json.loads(plan.to_json())
+        assert {**read, "notes": ()} == {**made_live, "notes": ()}
 
 
 def test_a_log_with_a_budget_gives_the_plan_that_was_made_live(tmp_path: Path) -> None:
