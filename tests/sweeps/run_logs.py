@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roamc.capture.dump import graphs, trace_log
+from roamc.capture.dump import files, graphs, trace_log
 from roamc.errors import RoamcError
 from roamc.frontends import backend
 from roamc.options import parse_options
@@ -74,7 +74,7 @@ def _verdict(live: list[str], log: str) -> tuple[str, str]:
     outcomes = []
     for text, piece in zip(live, pieces, strict=True):
         wanted = json.loads(text)
-        graph = graphs.train_graph(graphs.of_piece(Path("log"), piece), wanted["name"], {})
+        graph = graphs.train_graph(files.of_piece(Path("log"), piece), wanted["name"], {})
         read = json.loads(search.run(graph, parse_options({})).plan.to_json())
         fields = {name for name in wanted if wanted[name] != read[name]} - {"notes"}
         notes = "; ".join(graph.notes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roamc.capture.dump import graphs
+from roamc.capture.dump import files, graphs
 from roamc.graph import Phase, Role
 from roamc.graph.memory import input_bytes
 from roamc.graph.origin import source_line
@@ -105,7 +105,7 @@ def test_every_version_is_read(version: str, tmp_path: Path) -> None:
     text, sizes, backward, line, held = VERSIONS[version]
     file = tmp_path / "graph.txt"
     file.write_text(text, "utf-8")
-    (dump,) = graphs.read(str(file))
+    (dump,) = files.read(str(file))
     assert dump.first.name.startswith("joint_")
     graph = graphs.train_graph(dump, "graph", sizes)
     assert list(graph.phase.values()).count(Phase.BACKWARD) == backward
@@ -122,4 +122,4 @@ def test_every_version_is_read(version: str, tmp_path: Path) -> None:
 def test_graphs_of_several_versions_in_one_text_are_all_found(tmp_path: Path) -> None:
     file = tmp_path / "graphs.txt"
     file.write_text("\n".join(text for text, *_ in VERSIONS.values()), "utf-8")
-    assert len(graphs.read(str(file))) == len(VERSIONS)
+    assert len(files.read(str(file))) == len(VERSIONS)

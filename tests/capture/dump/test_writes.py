@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from roamc.capture.dump import graphs, phases, writes
+from roamc.capture.dump import files, graphs, phases, writes
 from roamc.capture.dump.annotations import Sizes
 from roamc.capture.dump.build import Builder
 from roamc.graph.memory import WROTE_OVER
@@ -26,7 +26,7 @@ GONE = """\
 def notes_of(tmp_path: Path, dynamo: str) -> str:
     file = tmp_path / "graph.txt"
     file.write_text(CLASS, "utf-8")
-    return "; ".join(graphs.train_graph(replace(graphs.read(str(file))[0], dynamo=dynamo), "graph", {}).notes)
+    return "; ".join(graphs.train_graph(replace(files.read(str(file))[0], dynamo=dynamo), "graph", {}).notes)
 
 
 def test_a_write_that_is_not_found_is_told_apart_from_one_that_torch_has_left_out(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_what_brings_a_written_view_to_its_base_is_part_of_the_write(tmp_path: P
     before, relu, after = CLASS.partition("        relu: ")
     text = "".join(f"    {line}\n" for line in SQUEEZED.splitlines())
     file.write_text(before + text + relu + after.replace("relu.default(mm)", "relu.default(slice_scatter)"), "utf-8")
-    dump = graphs.read(str(file))[0]
+    dump = files.read(str(file))[0]
     graph = Builder(Sizes({}, "graph"), "graph").module(dump.first).graph
     phases.tag(graph)
     dynamo = "        # File: net.py:4 in forward, code: x[:4].unsqueeze(1).neg_()\n        neg_ = unsqueeze.neg_()\n"
