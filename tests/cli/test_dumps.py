@@ -16,6 +16,7 @@ from roamc.cli import dumps
 from roamc.cli.asked import Request
 from roamc.frontends import workload
 from roamc.frontends.workload import OPTIMIZERS, Workload
+from roamc.gpus import CONTEXT, GPUS, LIBRARIES
 from roamc.graph.memory import ASSUMED_STATE, input_bytes
 from roamc.planning.planned import margin_of
 from roamc.units import format_bytes
@@ -24,6 +25,7 @@ from tests.capture.dump.logged import made
 from tests.capture.dump.test_logs import write_log
 from tests.capture.dump.test_text import CLASS, PEAK, PREFIX
 from tests.cli.test_cli import run
+from tests.planning.test_total import plan_or_refused
 
 
 @pytest.fixture
@@ -252,3 +254,25 @@ def test_logs_of_several_runs_in_a_folder_have_names_of_their_own(tmp_path: Path
         (tmp_path / f"{name}.log").write_text(CLASS, "utf-8")
     assert "first:0, second:0" in run("plan", str(tmp_path), "--piece", "1", code=1).stderr
     assert "one of 1 graphs at its peak" in run("plan", str(tmp_path)).stdout
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "a100-40", "a100-80", "l40s", "l4", "rtx4090"])
+@pytest.mark.parametrize("rows", [8, 1 << 25, 1 << 28, 1 << 29, 1 << 30])
+def test_a_files_total_is_the_sum_by_hand_and_the_verdict_right(rows: int, gpu: str, tmp_path: Path) -> None:
+    """Two products of ``rows`` times 16 numbers, a weight with Adam's states, all as a GPU holds them."""
+    text = CLASS.replace("f32[8, 16]", "f32[s0, 16]").replace("f32[16, 8][1, 16]", "f32[16, s0][1, 16]")
+    file = tmp_path / "graph.txt"
+    file.write_text(text.replace("PlainAOTInput(idx=1)\n", "ParamAOTInput(target='w')\n"), "utf-8")
+    asked = Request(str(file), sets=(f"s0={rows}",), optimizer="adam", gpu=gpu, device="cuda")
+    plan = plan_or_refused(dumps.graph_in(asked), {"gpu": gpu})
+    batch, weight = rows * 16 * 4, 16 * 16 * 4
+    held = batch + 3 * weight
+    # the output and gradients at the ReLU, from above and below it; or behind the output what the last product reads
+    # and makes
+    step = max(3 * batch, 2 * batch + weight)
+    assert plan.peak_bytes == step
+    by_hand = held + plan.needed_bytes + CONTEXT + LIBRARIES + held // 50
+    by_hand += (plan.needed_bytes - plan.arena_bytes) // 50
+    assert plan.total_bytes == by_hand
+    assert plan.fits == (by_hand <= GPUS[gpu].capacity)
+    assert plan.notes[0].startswith("assumed for --optimizer adam")

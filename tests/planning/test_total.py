@@ -71,7 +71,7 @@ def _graph(name: str) -> tuple[TrainGraph, int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_total_is_the_sum_by_hand_and_the_verdict_right(name: str, gpu: str) -> None:
     graph, held = _graph(name)
-    plan = _plan_or_refused(graph, {"gpu": gpu})
+    plan = plan_or_refused(graph, {"gpu": gpu})
     by_hand = held + plan.needed_bytes + CONTEXT + LIBRARIES + held // 50
     by_hand += (plan.needed_bytes - plan.arena_bytes) // 50
     assert plan.total_bytes == by_hand
@@ -87,7 +87,7 @@ def test_total_is_the_sum_by_hand_and_the_verdict_right(name: str, gpu: str) -> 
 @pytest.mark.parametrize("name", ["mlp", "huge"])
 def test_eagers_total_is_the_sum_by_hand_and_has_its_own_verdict(name: str) -> None:
     graph, held = _graph(name)
-    plan = _plan_or_refused(graph, {"gpu": "h200"})
+    plan = plan_or_refused(graph, {"gpu": "h200"})
     step = plan.baseline_needed_bytes
     by_hand = held + step + CONTEXT + LIBRARIES + held // 50 + step // 50  # without an arena the allocator has it all
     assert plan.baseline_total_bytes == plan.report()["baseline_total_bytes"] == by_hand
@@ -167,7 +167,7 @@ def test_several_totals_get_the_verdict_that_each_gets_alone() -> None:
     assert [row.rstrip().rpartition("  ")[2] for row in rows] == ["does not fit", "fits"]
 
 
-def _plan_or_refused(graph: TrainGraph, options: dict[str, object]) -> Plan:
+def plan_or_refused(graph: TrainGraph, options: dict[str, object]) -> Plan:
     try:
         return search.run(graph, parse_options(options)).plan
     except BudgetError as error:
