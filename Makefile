@@ -62,6 +62,7 @@ sweep: $(VENV)/.ready ## all of what `make test` samples: torch's databases, ran
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.run_strangers --workers $(WORKERS)
 	$(BIN)/python -m tests.sweeps.run_programs --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.steps --workers $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.edited_dumps --workers $(WORKERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweeps.torch_road --workers $(WORKERS)
 
 sweep-workspace: $(VENV)/.ready ## bytes that torch's operators take on the heap, beside those counted for them; takes an hour

@@ -31,6 +31,7 @@ FIRST: dict[str, int] = {
     "tests/capture/dump/test_exported.py::test_an_archive_gives_the_plan_of_its_model": 3,
     "tests/capture/dump/test_exported.py::test_an_archive_gives_the_plan_of_the_program_that_was_exported": 0,
     "tests/capture/dump/test_logs.py::test_a_log_gives_the_plan_that_was_made_live": 3,
+    "tests/capture/dump/test_logs.py::test_inductors_log_has_about_the_planned_peak_and_says_whose_it_is": 0,
     "tests/capture/test_batch.py::test_step_takes_any_nest": 8,
     "tests/capture/test_caller_writes.py::test_two_forwards_before_their_backwards": 2,
     "tests/capture/test_closures.py::test_loss_reads_parameters_by_a_name_of_its_own": 1,

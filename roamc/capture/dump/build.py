@@ -30,8 +30,8 @@ from roamc.operators.schemas import name_of
 MOST_COMPARED = 3
 """Differences between a file and what torch derives here that a note names."""
 
-_STATE = re.compile(r"(?:fwd|bwd)_rng_state_\d+")
-"""Names of generators that Inductor hands to both halves, for dropouts that backward runs again."""
+_STATE = re.compile(r"(?:fwd|bwd)_rng_state_\d+|rng_state_output_\d+")
+"""Names of generators' states that are handed to halves, for dropouts that backward runs again."""
 
 _SIZES = ("sym_size", "sym_numel", "sym_stride", "sym_storage_offset")
 """Operators of ATen that give numbers."""
@@ -163,13 +163,14 @@ class _Graph:
         raise DumpError(f"{self.file}:{self.line}: {reason}")
 
     def feed(self, position: int, each: Input) -> None:
-        said = parsed(each.annotation, self.sizes, self.line)
         self._new_name(each.name)
+        if _STATE.fullmatch(each.name):
+            said: Number | TensorType | None = TensorType("u8", (state_bytes(self.moved or self.own),), (1,), "cpu")
+        else:
+            said = parsed(each.annotation, self.sizes, self.line)
         if isinstance(said, Number):
             self.env[each.name] = said.value
             return
-        if said is None and _STATE.fullmatch(each.name):
-            said = TensorType("u8", (state_bytes(self.moved or self.own),), (1,), "cpu")
         if said is None:
             self.fail(f"input {each.name} has no shape" + (f": {each.annotation[:60]!r}" if each.annotation else ""))
         value = self.values.get(each.name)
@@ -196,7 +197,7 @@ class _Graph:
             case Call(path=path, args=args, kwargs=kwargs) if path in names.NUMBERS and not kwargs:
                 self.env[statement.name] = self._number(path, args)
                 return
-        said = parsed(statement.annotation, self.sizes, self.line)
+        said = None if self._is_state(statement.value) else parsed(statement.annotation, self.sizes, self.line)
         if isinstance(said, Number):
             self.env[statement.name] = said.value
             return
@@ -221,6 +222,14 @@ class _Graph:
         else:
             self.env[statement.name] = node
 
+    def _is_state(self, value: Value) -> bool:
+        """Whether ``value`` is the state that a generator had: torch prints a symbol for its size, which is fixed."""
+        match value:
+            case Item(value=Name(name=source), index=0):
+                node = self.env.get(source)
+                return isinstance(node, fx.Node) and node.target is compat_operators.replays()[_AND_SAVE]
+        return False
+
     def _new_name(self, name: str) -> None:
         if name in self.env:
             self.fail(f"{name} is there twice: one line of the file is doubled, or two graphs are mixed")
@@ -242,7 +251,7 @@ class _Graph:
             self.fail(f"{source} has no result {index}")
         if results[index] is None and isinstance(several.target, Unknown):
             return _Unsaid(name_of(several.target))
-        if not isinstance(results[index], torch.Tensor):
+        if not isinstance(results[index], torch.Tensor | tuple):
             return results[index]
         node = self.graph.call_function(operator.getitem, (several, index))
         node.meta["val"] = results[index]

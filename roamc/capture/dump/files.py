@@ -154,12 +154,7 @@ def of_piece(path: Path, piece: trace_log.Piece) -> Dump:
     """
     graphs = {key: _only(path, *said) for key, said in piece.texts.items() if key != "dynamo_output_graph"}
     whole = graphs.get("aot_joint_graph") or graphs.get("aot_inference_graph")
-    notes: tuple[str, ...] = ()
-    if piece.decomposed:
-        notes = (
-            "the log is Inductor's, whose graph is of decomposed operators: eager's peak is that of these operators in "
-            'order; backend="aot_eager" logs those that eager runs',
-        )
+    decomposed = piece.decomposed or any(map(_is_decomposed, graphs.values()))
     dump = Dump(
         str(path),
         piece.frame,
@@ -168,12 +163,24 @@ def of_piece(path: Path, piece: trace_log.Piece) -> Dump:
         inputs=piece.inputs(),
         dynamo=piece.dynamo,
         function=piece.function,
-        decomposed=piece.decomposed,
-        notes=notes,
+        decomposed=decomposed,
+        notes=(DECOMPOSED,) if decomposed else (),
     )
     if whole is not None:
         return dump
     return _in_halves(dump, graphs.get("aot_forward_graph"), graphs.get("aot_backward_graph"))
+
+
+DECOMPOSED = (
+    "the graph is of operators that Inductor has decomposed: eager's peak is that of these operators in order, and the "
+    'plan\'s may be some percent off; backend="aot_eager" logs the operators that eager runs'
+)
+
+
+def _is_decomposed(graph: GraphText) -> bool:
+    """Whether operators of a graph are of ``prims``, as Inductor's decompositions make them and eager has none."""
+    calls = (each.value for each in graph.statements)
+    return any(isinstance(call, text.Call) and call.path.startswith("torch.ops.prims.") for call in calls)
 
 
 def _of_printed(folder: Path) -> list[Dump]:
@@ -195,6 +202,12 @@ def _only(path: Path, content: str, line: int) -> GraphText:
 
 
 def _of_text(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
+    decomposed = any(map(_is_decomposed, graphs))
+    dumps = _with_their_halves(path, graphs)
+    return [replace(each, decomposed=True, notes=(*each.notes, DECOMPOSED)) for each in dumps] if decomposed else dumps
+
+
+def _with_their_halves(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
     whole = [each for each in graphs if each.joint]
     halves = [each for each in graphs if not each.joint]
     if whole:
@@ -247,4 +260,17 @@ def _in_halves(dump: Dump, forward: GraphText | None, backward: GraphText | None
     if forward is None or backward is None:
         lacks = "forward" if forward is None else "backward"
         raise DumpError(f"{dump.path}: graph {dump.piece} has no {lacks}: the log ended before it, or was cut off")
-    return replace(dump, forward=forward, backward=backward, notes=(*dump.notes, HALVES))
+    return replace(dump, forward=forward, backward=backward, notes=(*dump.notes, HALVES, *_runs_on(backward)))
+
+
+def _runs_on(backward: GraphText) -> tuple[str, ...]:
+    """A note on checkpoints that backward runs again together: min-cut saves no value that is picked of several."""
+    lost = [each.name for each in backward.statements if each.origin.policy == "MUST_SAVE"]
+    if not lost:
+        return ()
+    names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+    return (
+        f"backward computes {len(lost)} results of checkpoints again that torch has marked to be saved ({names}): "
+        "min-cut ignores the mark where an operator has several results, as layer_norm has. Each checkpoint then runs "
+        "again together with the next, and the peak is above that of the joint graph, which saves them",
+    )

@@ -10,7 +10,7 @@ from torch import fx
 
 from roamc import compat_aot
 from roamc.capture import joint
-from roamc.capture.dump import calls, phases, writes
+from roamc.capture.dump import calls, lacks, phases, writes
 from roamc.capture.dump.annotations import Sizes
 from roamc.capture.dump.build import Builder, device_of
 from roamc.capture.dump.files import Dump, is_size
@@ -67,12 +67,17 @@ def _stitched(
     """The graph of a step, and notes on it."""
     static, notes = dump.static or (), tuple[str, ...]()
     if dump.joint is not None and not dump.joint.has_tangents:
+        if dump.joint.joint:
+            raise DumpError(f"{dump.path}: a joint graph, of which no input is {TANGENTS}_1: a line is missing")
         return joint.inference(builder.module(dump.joint, shared), static, name), notes
     if dump.joint is not None:
         module = builder.module(dump.joint, shared)
         phases.tag(module.graph)
         outputs = len(dump.joint.results) - sum(not is_size(each) for each in dump.primals)
-        notes = _as_eager_runs_it(dump, module, outputs, builder)
+        notes = (
+            *lacks.notes(dump.joint, module.graph, outputs, dump.dynamo),
+            *_as_eager_runs_it(dump, module, outputs, builder),
+        )
         forward, backward = compat_aot.partition(module, builder.mode, outputs, static)
     else:
         forward, backward, outputs = _halves(builder, dump, shared)

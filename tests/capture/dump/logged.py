@@ -2,7 +2,8 @@
 
     TORCH_TRACE=FOLDER python -m tests.capture.dump.logged OUT.json BUDGET NAME...
 
-A name is that of a model of tests.models, or ``small:SEED`` or ``in-place:SEED`` for random ones.
+A name is that of a model of tests.models, or ``small:SEED`` or ``in-place:SEED`` for random ones. With ``@aot_eager``
+or another backend of torch behind it, that backend compiles it, and there are no plans.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ def _squares(model: nn.Module, *batch: Any) -> Tensor:
 
 def run(name: str, budget: str | None) -> None:
     """Compile one model and take a step, forward and backward."""
+    name, _, compiler = name.partition("@")
     kind, _, seed = name.partition(":")
-    options: dict[str, Any] = {"memory_budget": budget} if budget else {}
+    options: dict[str, Any] = {"options": {"memory_budget": budget}} if budget else {}
     torch._dynamo.reset()
     torch.manual_seed(0)
     if kind == "in-place":
@@ -125,7 +127,7 @@ def run(name: str, budget: str | None) -> None:
         model, batch, loss = small_models.small_model(int(seed))
     else:
         model, batch, loss = made(name)
-    loss(torch.compile(model, backend="roamc", options=options), *batch).backward()
+    loss(torch.compile(model, backend=compiler or "roamc", **options), *batch).backward()
 
 
 def main() -> None:

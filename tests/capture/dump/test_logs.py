@@ -22,14 +22,19 @@ Pair = tuple[str, str, Plan, str]
 """Name of a model, the plan made live as JSON, the plan from its log, and the notes of its graph."""
 
 
-def write_log(folder: Path, names: Sequence[str], budget: str = "none") -> tuple[Path, list[tuple[str, list[str]]]]:
-    """Plan models by torch.compile in another process; return its log, and the plans of each model."""
-    out = folder / "plans.json"
-    command = (sys.executable, "-m", "tests.capture.dump.logged", str(out), budget, *names)
+def run_logged(folder: Path, names: Sequence[str], budget: str = "none") -> Path:
+    """Compile models in another process, whose log and plans go into ``folder``; return the log."""
+    command = (sys.executable, "-m", "tests.capture.dump.logged", str(folder / "plans.json"), budget, *names)
     environment = {**os.environ, "TORCH_TRACE": str(folder), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
     (log,) = folder.glob("*.log")
-    return log, json.loads(out.read_text("utf-8"))
+    return log
+
+
+def write_log(folder: Path, names: Sequence[str], budget: str = "none") -> tuple[Path, list[tuple[str, list[str]]]]:
+    """Plan models by torch.compile in another process; return its log, and the plans of each model."""
+    log = run_logged(folder, names, budget)
+    return log, json.loads((folder / "plans.json").read_text("utf-8"))
 
 
 def logged(folder: Path, names: Sequence[str], budget: str = "none") -> list[Pair]:
@@ -71,3 +76,17 @@ def test_random_writes_in_place_give_the_plan_that_was_made_live(tmp_path: Path)
 def test_a_log_with_a_budget_gives_the_plan_that_was_made_live(tmp_path: Path) -> None:
     for _, live, plan, _ in logged(tmp_path, ["checkpointed"], "80%"):
         assert json.loads(plan.to_json()) == json.loads(live)
+
+
+@pytest.mark.parametrize(("name", "share"), [("nanogpt-dropout", 0.02), ("gated", 0.1)])
+def test_inductors_log_has_about_the_planned_peak_and_says_whose_it_is(name: str, share: float, tmp_path: Path) -> None:
+    peaks = {}
+    for compiler in ("aot_eager", "inductor"):
+        (tmp_path / compiler).mkdir()
+        (dump,) = files.of_file(run_logged(tmp_path / compiler, [f"{name}@{compiler}"]))
+        graph = graphs.train_graph(dump, name, {})
+        assert (files.DECOMPOSED in graph.notes) == (compiler == "inductor")
+        plan = search.run(graph, parse_options({})).plan
+        assert all(words in str(plan) for words in ("peak", "eager's peak", "same graph, program order"))
+        peaks[compiler] = plan.peak_bytes
+    assert peaks["inductor"] == pytest.approx(peaks["aot_eager"], rel=share)

@@ -157,6 +157,52 @@ def test_what_is_wrong_is_one_line_with_the_place(what: str, tmp_path: Path) -> 
     assert "\n" not in str(caught.value)
 
 
+NO_COMMENTS = re.sub(r",? +# (?:Plain|Grad|Tangent|None).*", lambda match: match[0].partition(" ")[0], CLASS)
+FITS, CHECKPOINTS = "the returned values do not fit the inputs", "have no comment that they run again"
+LACKING = {
+    "a gradient": (CLASS, "mm_1,  # GradAOTOutput(grad_of=PlainAOTInput(idx=1))", "", f"{FITS} (primals_1)"),
+    "the None of an input": (CLASS, "None,  # None", "", f"{FITS} (primals_1)"),
+    "the output": (CLASS, "relu,  # PlainAOTOutput(idx=0)", "", FITS),
+    "a name": (CLASS, "mm_1,  # Grad", "None,  # Grad", f"{FITS} (primals_2)"),
+    "the right comment": (CLASS, "grad_of=PlainAOTInput(idx=1)", "grad_of=PlainAOTInput(idx=0)", f"{FITS} (primals_2)"),
+    "no input": (CLASS, "tangents_1: ", 'primals_3: "f32[4][1]cpu"\n        tangents_1: ', FITS),
+    "the None, without comments": (NO_COMMENTS, "            None,\n", "", FITS),
+    "the marks of a checkpoint": (
+        CLASS,
+        "return (x @ w)",
+        "x = checkpoint(layer, x)",
+        f"2 operators of checkpoints (mm, ...) {CHECKPOINTS}",
+    ),
+    "the policy": (
+        CLASS,
+        "# File",
+        "# ac_graph_id: 4 - RATHER_NOT File",
+        f"2 operators of checkpoints (mm, ...) {CHECKPOINTS}",
+    ),
+    "source lines": (CLASS, "# File: net.py:3", "#", "the file has no source lines"),
+}
+
+
+@pytest.mark.parametrize("what", LACKING)
+def test_what_a_text_lacks_is_a_note(what: str, tmp_path: Path) -> None:
+    text, old, new, note = LACKING[what]
+    assert old in text
+    for whole in (text, NO_COMMENTS):
+        assert not any(part in "; ".join(read(tmp_path, whole).notes) for part in (FITS, CHECKPOINTS, "source lines"))
+    assert any(note in each for each in read(tmp_path, text.replace(old, new)).notes)
+
+
+def test_the_operators_of_inductor_are_a_note(tmp_path: Path) -> None:
+    text = instead("torch.ops.prims.convert_element_type.default(mm, torch.float32)")
+    assert files.DECOMPOSED in read(tmp_path, text).notes
+    assert files.DECOMPOSED not in read(tmp_path, CLASS).notes
+
+
+def test_a_joint_graph_without_tangents_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DumpError, match="no input is tangents_1: a line is missing"):
+        read(tmp_path, CLASS.replace("tangents_1", "gradients_1"))
+
+
 @pytest.mark.parametrize(("data", "message"), [(b"\xff\xfeg\x00", "UTF-16"), (b"PK\x03\x04\0\0", "no text")])
 def test_what_is_no_text_is_said(data: bytes, message: str, tmp_path: Path) -> None:
     file = tmp_path / "graph.bin"

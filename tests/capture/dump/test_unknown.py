@@ -183,6 +183,37 @@ def test_a_random_operator_runs_again_with_the_state_that_was_kept(tmp_path: Pat
     assert peak(graph) == 3 * 512 + size
 
 
+CUT = """\
+class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[8, 16][16, 1]cpu"):
+        pair = torch.ops.higher_order.run_and_save_rng_state(
+            torch.ops.aten.native_dropout.default, primals_1, 0.1, True)
+        held: "u8[s57][1]cpu" = pair[0]
+        both = pair[1]
+        drawn: "f32[8, 16][16, 1]cpu" = both[0]
+        return (drawn, primals_1, held)
+
+class GraphModule(torch.nn.Module):
+    def forward(self, primals_1: "f32[8, 16][16, 1]cpu", rng_state_output_0: "u8[s57][1]cpu", tangents_1: "f32[8, 16]"):
+        anew = torch.ops.higher_order.run_with_rng_state(
+            rng_state_output_0, torch.ops.aten.native_dropout.default, primals_1, 0.1, True)
+        # ac_graph_id: 4 - POLICY File: net.py:3 in forward, code: x = checkpoint(layer, x)
+        mask: "b8[8, 16][16, 1]cpu" = anew[1]
+        # No stacktrace found for following nodes
+        mul_1: "f32[8, 16][16, 1]cpu" = torch.ops.aten.mul.Tensor(tangents_1, mask)
+        return (mul_1,)
+"""
+"""Halves of a checkpointed dropout as torch cuts them: the state has a symbol for its size and a second name."""
+
+
+@pytest.mark.parametrize(("policy", "count"), [("PREFER_RECOMPUTE", 0), ("MUST_SAVE", 1)])
+def test_halves_of_a_checkpoint_with_dropout_are_one_step(policy: str, count: int, tmp_path: Path) -> None:
+    graph = read(tmp_path, CUT.replace("POLICY", policy))
+    assert "roamc.operators.random.replay" in printed(graph)
+    assert peak(graph) == state_bytes(torch.device("cpu")) + 3 * 512 + 128
+    assert sum("min-cut ignores the mark" in note and "(mask)" in note for note in graph.notes) == count
+
+
 def test_inductors_generators_on_a_gpu_are_states_of_16_bytes(tmp_path: Path) -> None:
     draw = (
         "torch.ops.higher_order.graphsafe_run_with_rng_state(torch.ops.aten.rand_like.default, primals_1, rng_state = "
