@@ -18,6 +18,7 @@ import torch
 from torch._ops import OpOverload
 
 from roamc.compat_operators import tensors_in
+from roamc.locks import CAPTURE
 
 KEY = torch._C.DispatchKey.AutocastCUDA
 
@@ -67,7 +68,16 @@ Casting = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 @contextlib.contextmanager
 def enabled_for_cuda() -> Iterator[None]:
-    """Within this context, ``torch.autocast("cuda")`` that this thread makes is enabled, whatever GPU is here."""
+    """Within this context, ``torch.autocast("cuda")`` that this thread makes is enabled, whatever GPU is here.
+
+    Functions of torch are exchanged for it: one thread after the other, or they would not be put back.
+    """
+    with CAPTURE.now, mock.patch.object(torch.autocast, "__init__", _enabled_for_cuda()):
+        yield
+
+
+def _enabled_for_cuda() -> Callable[..., None]:
+    """``torch.autocast.__init__`` as it is where there is a GPU, in this thread."""
     make, thread = torch.autocast.__init__, threading.get_ident()
 
     def init(self: torch.autocast, *args: Any, **named: Any) -> None:
@@ -78,8 +88,7 @@ def enabled_for_cuda() -> Iterator[None]:
                 patches.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True))
             make(self, *args, **named)
 
-    with mock.patch.object(torch.autocast, "__init__", init):
-        yield
+    return init
 
 
 @contextlib.contextmanager

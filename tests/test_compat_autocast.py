@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,23 @@ def test_every_call_is_cast_as_torch_casts_it_on_a_gpu(kind: str) -> None:
             expected = traced(*by_torch, gpu)
         with compat_autocast.on_cuda(), torch.no_grad():
             assert traced(*ours, cpu) == expected, name
+
+
+def test_threads_that_trace_at_once_leave_torch_as_it_was() -> None:
+    def functions() -> list[object]:
+        return [torch.autocast.__init__, torch.is_autocast_enabled, torch.clear_autocast_cache]
+
+    before, entered, left = functions(), threading.Event(), threading.Event()
+
+    def trace() -> None:
+        with compat_autocast.on_cuda():
+            entered.set()
+            left.wait()
+
+    other = threading.Thread(target=trace)
+    with compat_autocast.on_cuda():
+        other.start()
+        entered.wait(0.2)
+    left.set()
+    other.join()
+    assert functions() == before
