@@ -18,7 +18,8 @@ class Unknown:
     """Stands in a graph for an operator that the table does not have. It is planned and never runs.
 
     :func:`roamc.operators.ops.rule` says of it what it says of every function: that it may draw random numbers, keeps
-    its place and must not run again. Its results lie in storages of their own.
+    its place and must not run again. Its results lie in storages of their own. It has a row on costs only where it is
+    a higher-order operator of torch's: one of another namespace may be called ``mm`` as well.
 
     Args:
         namespace: of the operator.
@@ -26,10 +27,11 @@ class Unknown:
     """
 
     def __init__(self, namespace: str, name: str) -> None:
-        self.__module__, self.__name__, self.__qualname__ = namespace, name, name
+        self.__module__, self.__qualname__ = namespace, name
+        self.__name__ = name if HIGHER_ORDER.endswith(f".{namespace}.") else f"{namespace}::{name}"
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise TypeError(f"{self.__module__}.{self.__name__} has a name and no code")
+        raise TypeError(f"{self.__module__}.{self.__qualname__} has a name and no code")
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from roamc.capture.dump.recognise import PRINTED, is_dump
 from roamc.errors import DumpError
 from roamc.graph import TrainGraph
 from roamc.graph.printed import printed
+from roamc.operators.ops import UNKNOWN_COST, rule
 from roamc.operators.random import state_bytes
 from roamc.options import parse_options
 from roamc.planning import search
@@ -56,6 +57,15 @@ def test_an_unknown_operator_is_a_row_with_its_name(tmp_path: Path) -> None:
     assert peak(graph) == PEAK
     assert "mylib.fast_relu(mm" in printed(graph)
     assert any("1 calls of operators that roamc does not know (1 of mylib.fast_relu.default)" in n for n in graph.notes)
+
+
+@pytest.mark.parametrize("name", ["mm", "sort", "_scaled_dot_product_flash_attention"])
+def test_an_unknown_operator_costs_nothing_of_one_of_atens_with_its_name(name: str, tmp_path: Path) -> None:
+    """Some files leave the overload out."""
+    graph = read(tmp_path, instead(f"torch.ops.mylib.{name}(mm, 'a name')"))
+    row = next(node for node in graph.graph.nodes if node.name == "relu")
+    assert rule(row.target).cost == UNKNOWN_COST
+    assert peak(graph) == PEAK
 
 
 def test_the_results_that_are_picked_are_those_of_the_file(tmp_path: Path) -> None:
