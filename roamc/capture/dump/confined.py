@@ -64,9 +64,9 @@ def read(reader: str, path: str, *more: str) -> Any:
         DumpError: the file has nothing that can be read, or it takes more time or memory than it may.
     """
     root = str(Path(__file__).parents[3])  # of the package
-    command = (sys.executable, "-I", "-c", _START, root, reader, path, *more)
+    command = (sys.executable, "-IS", "-c", _START, root, reader, path, *more)  # S: no other package, and no hook of one
     try:
-        child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False)
+        child = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)  # stdin may be the file
     except subprocess.TimeoutExpired:
         raise DumpError(f"{path}: takes more than {SECONDS} seconds to read") from None
     if child.returncode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,11 @@ def _logs(folder: Path) -> Iterator[Path]:
 
 def printed_in(folder: Path) -> list[Path]:
     """Return the graphs that Inductor has printed in the folders of ``folder``, by name."""
-    return sorted(folder.rglob(PRINTED))
+    return sorted(_printed(folder))
+
+
+def _printed(folder: Path) -> Iterator[Path]:
+    return (each for each in folder.rglob(PRINTED) if each.is_file())
 
 
 def is_archive(target: str) -> bool:
@@ -42,5 +47,5 @@ def is_dump(target: str) -> bool:
     if is_archive(target):
         return False
     if os.path.isdir(target):  # no error for a name that no file can have
-        return not os.path.exists(path / "config.json") and any(True for _ in (*_logs(path), *path.rglob(PRINTED)))
+        return not os.path.exists(path / "config.json") and any(True for _ in itertools.chain(_logs(path), _printed(path)))
     return os.path.isfile(target) and (path.suffix not in (".json", ".py") or path.name == PRINTED)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import pickle
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from roamc.capture.dump import archive, confined, files
+from roamc.capture.dump.recognise import PRINTED, is_dump
 from roamc.errors import DumpError
 from tests.capture.dump.archives import Mixed, changed, save, tokens
 from tests.capture.dump.hostile import EVIL, mutant
@@ -32,6 +35,30 @@ def test_an_error_is_one_line_without_characters_that_a_terminal_obeys(tmp_path:
     with pytest.raises(DumpError, match="no graph of torch is in it") as caught:
         confined.read("graphs", str(file))
     assert str(caught.value).isprintable()
+
+
+def test_what_lies_beside_pythons_libraries_has_no_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "roamc").mkdir()
+    (packages / "roamc/__init__.py").write_text("raise RuntimeError('another version')", "utf-8")
+    (packages / "sitecustomize.py").write_text("print('a word on stdout')", "utf-8")
+    (text := tmp_path / "graph.txt").write_text(CLASS, "utf-8")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv/bin/python"))
+    assert confined.read("graphs", str(text)) == files.read(str(text))
+
+
+def test_the_file_may_be_stdin(tmp_path: Path) -> None:
+    (text := tmp_path / "graph.txt").write_text(CLASS, "utf-8")
+    run = "from roamc.capture.dump import confined; confined.read('graphs', '/dev/stdin')"
+    with text.open() as stdin:
+        child = subprocess.run((sys.executable, "-c", run), stdin=stdin, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+
+
+def test_a_queue_with_the_name_of_a_graph_is_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / PRINTED)
+    assert not is_dump(str(tmp_path))
 
 
 def _packed(path: Path) -> None:
@@ -137,7 +164,7 @@ for each in EVIL:
     plan(instead(each))
 assert not wrong, wrong
 assert len(processes) == len(EVIL)
-assert all(list(each)[:3] == [sys.executable, "-I", "-c"] for each in processes), processes
+assert all(list(each)[:3] == [sys.executable, "-IS", "-c"] for each in processes), processes
 assert not list(path.parent.glob("evil*"))
 """
 
