@@ -64,7 +64,7 @@ def read(reader: str, path: str, *more: str) -> Any:
         DumpError: the file has nothing that can be read, or it takes more time or memory than it may.
     """
     root = str(Path(__file__).parents[3])  # of the package
-    command = (sys.executable, "-IS", "-c", _START, root, reader, path, *more)  # S: no other package, and no hook of one
+    command = (sys.executable, "-IS", "-c", _START, root, reader, path, *more)  # S: without packages and their hooks
     try:
         child = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)  # stdin may be the file
     except subprocess.TimeoutExpired:

@@ -47,5 +47,6 @@ def is_dump(target: str) -> bool:
     if is_archive(target):
         return False
     if os.path.isdir(target):  # no error for a name that no file can have
-        return not os.path.exists(path / "config.json") and any(True for _ in itertools.chain(_logs(path), _printed(path)))
+        graphs = itertools.chain(_logs(path), _printed(path))
+        return not os.path.exists(path / "config.json") and next(graphs, None) is not None
     return os.path.isfile(target) and (path.suffix not in (".json", ".py") or path.name == PRINTED)
