@@ -416,16 +416,28 @@ def main() -> NoReturn:
     """
     gc.set_threshold(100_000, 50, 100)
     try:
-        app(prog_name="roamc")
-    except SystemExit as end:
-        if not isinstance(end.code, int):
-            raise
+        code = _ended()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:  # as where it was closed
                 stream.flush()
-        atexit._run_exitfuncs()
-        os._exit(end.code)
-    raise SystemExit
+    except BrokenPipeError:
+        code = READER_GONE
+    except OSError as error:  # of the output, as where a disk is full
+        typer.echo(f"error: {sentence(error, debug=False)}", err=True)
+        code = ERROR
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def _ended() -> int:
+    """The exit code of the command."""
+    try:
+        app(prog_name="roamc")
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            return end.code
+        raise
+    return 0
 
 
 def _tell(plan: Plan, file: str, as_json: bool, top: int | None = None) -> None:

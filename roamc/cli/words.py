@@ -6,7 +6,7 @@ No torch in here: an error of usage is answered at once.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from re import fullmatch
 from typing import Any
@@ -64,7 +64,7 @@ def check_words(asked: Asked) -> None:
         gpu_of(request.gpu)
         if request.device == "cpu":
             raise OptionError(f"--gpu {request.gpu} plans for a GPU, and --device cpu for a CPU: leave one of them out")
-    check_optimizer(request.optimizer)
+    check_optimizer(request.optimizer, PLAIN if request.is_dump else (*OPTIMIZERS, NO_OPTIMIZER))
     _check_autocast(request)
     parse_options({name: value for name, value in options_in(request).items() if name not in NEED_TORCH})
     if request.is_dump:
@@ -131,14 +131,14 @@ def check_kernels(device: str) -> None:
         raise OptionError("--kernels needs Triton: pip install triton")
 
 
-def check_optimizer(name: str | None) -> None:
-    """Refuse a name that is that of no optimizer; None is the default's.
+def check_optimizer(name: str | None, choices: Sequence[str] = (*OPTIMIZERS, NO_OPTIMIZER)) -> None:
+    """Refuse a name that is none of ``choices``; None is the default's.
 
     Raises:
         OptionError: names the nearest.
     """
     if name is not None and name not in (*OPTIMIZERS, NO_OPTIMIZER):
-        hint = f"{nearest(name, OPTIMIZERS)} Optimizers: {', '.join((*OPTIMIZERS, NO_OPTIMIZER))}"
+        hint = f"{nearest(name, choices)} Optimizers: {', '.join(choices)}"
         raise OptionError(f"unknown optimizer {name!r}{hint}")
 
 

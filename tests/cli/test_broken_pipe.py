@@ -58,3 +58,12 @@ def test_a_whole_process_ends_quietly(closed: bool) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0 if closed else 141, "")
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "roamc", "models"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device\n"

@@ -71,9 +71,15 @@ def read(reader: str, path: str, *more: str) -> Any:
         raise DumpError(f"{path}: takes more than {SECONDS} seconds to read") from None
     if child.returncode:
         said = child.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        ended = f"it took more than {CPU_SECONDS} seconds or {MEMORY >> 30} GiB" if child.returncode < 0 else said
-        raise DumpError(_line(f"{path}: cannot be read: {ended or child.returncode}. Give the log of fewer steps"))
-    result = _PlainData(io.BytesIO(child.stdout)).load()
+        if child.returncode < 0:
+            said = f"it took more than {CPU_SECONDS} seconds or {MEMORY >> 30} GiB. Give the log of fewer steps"
+        raise DumpError(_line(f"{path}: cannot be read: {said or child.returncode}"))
+    try:
+        result = _PlainData(io.BytesIO(child.stdout)).load()
+    except (pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise DumpError(
+            _line(f"{path}: cannot be read: the process that reads it gave no plain data: {error}")
+        ) from None
     if isinstance(result, str):
         raise DumpError(_line(result))
     return result

@@ -154,7 +154,6 @@ def of_piece(path: Path, piece: trace_log.Piece) -> Dump:
     """
     graphs = {key: _only(path, *said) for key, said in piece.texts.items() if key != "dynamo_output_graph"}
     whole = graphs.get("aot_joint_graph") or graphs.get("aot_inference_graph")
-    decomposed = piece.decomposed or any(map(_is_decomposed, graphs.values()))
     dump = Dump(
         str(path),
         piece.frame,
@@ -163,8 +162,8 @@ def of_piece(path: Path, piece: trace_log.Piece) -> Dump:
         inputs=piece.inputs(),
         dynamo=piece.dynamo,
         function=piece.function,
-        decomposed=decomposed,
-        notes=(DECOMPOSED,) if decomposed else (),
+        decomposed=piece.decomposed,
+        notes=(DECOMPOSED,) if piece.decomposed else (),
     )
     if whole is not None:
         return dump
@@ -177,10 +176,13 @@ DECOMPOSED = (
 )
 
 
+INDUCTORS = ("torch.ops.prims.convert_element_type.", "torch.ops.prims.fma.", "torch.ops.prims.inductor_")
+
+
 def _is_decomposed(graph: GraphText) -> bool:
-    """Whether operators of a graph are of ``prims``, as Inductor's decompositions make them and eager has none."""
+    """Whether operators of a graph are those that only Inductor's decompositions make; eager has some of ``prims``."""
     calls = (each.value for each in graph.statements)
-    return any(isinstance(call, text.Call) and call.path.startswith("torch.ops.prims.") for call in calls)
+    return any(isinstance(call, text.Call) and call.path.startswith(INDUCTORS) for call in calls)
 
 
 def _of_printed(folder: Path) -> list[Dump]:

@@ -175,3 +175,11 @@ def test_deriving_starts_no_process_but_the_reader(tmp_path: Path) -> None:
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert child.returncode == 0, child.stderr
     assert EVIL[0] not in CLASS
+
+
+def test_a_reading_process_that_gives_no_plain_data_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confined, "_START", "print('hello')")
+    with pytest.raises(DumpError, match=r"graph\.txt: cannot be read: the process that reads it gave no plain data"):
+        confined.read("graphs", str(tmp_path / "graph.txt"))
