@@ -37,6 +37,9 @@ BEGIN = 8
 GROWTH = 16
 """Times the largest size so far, at most, for the next one: where bytes hardly grow yet, lines end anywhere."""
 
+PATIENCE = 8
+"""Plans of guessed sizes; most searches are over before."""
+
 EXACT = 1e-6
 """What a size is rounded up by: a power may miss a whole number by its last bits."""
 
@@ -98,6 +101,7 @@ class Largest:
     _planned: dict[int, None] = field(default_factory=dict)
     _answers: list[bool] = field(default_factory=list)  # whether the planned sizes fit
     _trials: tuple[int, PlanSearch] | None = None
+    _misled: bool = False  # whether quick searches refuse sizes that fit
     answer: Planned | None = None
     _seen: int = 0  # sizes that had been looked at when one was planned last
     _factor: float = 1.0  # plans need about this multiple of their bounds
@@ -142,18 +146,16 @@ class Largest:
             assert limit is not None  # max_batch takes no other budget
             look = self._looks[size] = _Look(search.least_bytes(limit), limit, search.fingerprint)
         if look.least > look.limit:
-            self._refuse(size)
-
-    def _refuse(self, size: int, *, certain: bool = True) -> None:
-        self._refused[size] = certain
-        self._high = min(size, self._high)
+            self._refused[size] = True
+            self._high = min(size, self._high)
 
     def _plan(self, size: int) -> None:
         """Plan the step of a size, and note whether it fits.
 
         A quick search may refuse a size that the plan of ``"min"`` would fit: right behind one that fits, it is not.
+        Where that was so, or :data:`PATIENCE` plans were made, none is quick any more: it is so for many sizes.
         """
-        look, quick = self._looks[size], size - self._low > 1
+        look, quick = self._looks[size], size - self._low > 1 and not self._misled
         with ticker.part(self._so_far(f"trying {size}")):
             search = self._search(size)
             try:
@@ -161,16 +163,19 @@ class Largest:
                 needed, fits = search.terms.taken(planned.plan), True
             except BudgetError as error:
                 needed, fits = search.terms.taken(_lowest(error)), False
-        if fits:
-            self._low, self.answer = size, planned
-            self._high = min((each for each in self._refused if each > size), default=self.largest + 1)
-            self._factor = min(self._factor, look.limit / max(1, look.least))
-        else:
-            self._refuse(size, certain=not quick)
-            self._factor = needed / max(1, look.least)
         self._seen = len(self._looks)
         self._planned[size] = None
         self._answers.append(fits)
+        self._misled |= len(self._answers) >= PATIENCE or (fits and not self._refused.get(size, True))
+        if fits:
+            self._low, self.answer = size, planned
+            self._factor = min(self._factor, look.limit / max(1, look.least))
+        else:
+            self._refused[size] = not quick
+            self._factor = needed / max(1, look.least)
+        if self._misled:
+            self._refused = {each: certain for each, certain in self._refused.items() if certain}
+        self._high = min((each for each in self._refused if each > self._low), default=self.largest + 1)
 
     def _so_far(self, then: str) -> str:
         if self.answer is None:
@@ -185,8 +190,11 @@ class Largest:
     def _guess(self) -> int:
         """The size that is guessed to be the largest that fits, of those of which it is not known.
 
-        Where plans gave the same answer several times in turn, the steps grow.
+        Where plans gave the same answer several times in turn, the steps grow. Halfway, once :data:`PATIENCE` plans
+        were made: plans then do not grow as their bounds do.
         """
+        if len(self._answers) >= PATIENCE:
+            return (self._low + self._high + 1) // 2
         size = self._crossing() if self._looks else BEGIN * self.smallest
         last = self._answers[-1:]
         turn = len(list(takewhile(lambda answer: [answer] == last, reversed(self._answers))))

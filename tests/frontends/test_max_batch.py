@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 import roamc
 from roamc.errors import BudgetError, CaptureError, OptionError
+from roamc.frontends import largest
+from roamc.options import Options
 
 WIDTH = 64
 
@@ -301,3 +304,35 @@ def test_without_recomputation_nothing_runs_again() -> None:
 def test_plan_files_are_refused() -> None:
     with pytest.raises(OptionError, match=r"plans several sizes, and .*one\.json is for one"):
         roamc.max_batch(make, 20_000_000, plan="one.json")
+
+
+class Misleading:
+    """A search for plans of a step that needs ``size`` bytes; a quick one finds none in less than a third more."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.fingerprint, self.terms = size, str(size), self
+        self.limit = LIMIT
+
+    def least_bytes(self, limit: int) -> int:
+        return self.size * 3 // 4
+
+    def taken(self, plan: object) -> int:
+        return int(getattr(plan, "needed_bytes", plan))
+
+    def run(self, *, quick: bool = False) -> SimpleNamespace:
+        needed = self.size * 4 // 3 if quick else self.size
+        if needed > LIMIT:
+            raise BudgetError("too large", needed)
+        return SimpleNamespace(plan=SimpleNamespace(fingerprint="", needed_bytes=needed))
+
+
+LIMIT = 74_867
+
+
+def test_quick_searches_that_refuse_what_fits_do_not_lead_to_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "_lowest", lambda error: error.plan)
+    monkeypatch.setattr(largest.Largest, "_search", lambda self, size: Misleading(size))
+    search = largest.Largest(lambda size: pytest.fail("captured"), Options(), 1, 1 << 24)
+    fit = search.run()
+    assert (fit.size, fit.too_large) == (LIMIT, LIMIT + 1)
+    assert len(fit.planned) <= largest.PATIENCE + 2 * 17
