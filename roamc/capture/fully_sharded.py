@@ -33,6 +33,12 @@ from roamc.graph import Phase, copy_origin, operators
 from roamc.graph.rewrite import derived, mode_of
 from roamc.operators import ops
 
+EAGER = (
+    "eager's numbers are of this step's own gathers: the hooks of fully_shard hold more in eager, whole layers in "
+    "buffers of their own, copied out, and the next one early"
+)
+"""Note on a step whose parameters lie in parts: eager's peak was twice as high in a net of four layers."""
+
 COLLECTIVES: Any = torch.ops.roamc_collective
 GATHER, REDUCE = "gather", "reduce"
 MARK = "fully_shard"

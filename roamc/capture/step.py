@@ -390,12 +390,13 @@ class _Assembly:
         return grads if limit is None or not grads else clipped(writer, grads, limit, self.traced.parameters)
 
     def _notes(self, gradients: Mapping[str, fx.Node], projected: Projected) -> tuple[str, ...]:
+        sharded = (fully_sharded.EAGER,) if self.traced.shardings else ()
         if self.request.clip_grad_norm is None:
-            return projected.notes()
+            return (*sharded, *projected.notes())
         sizes = {id(node): node.meta["val"].numel() * node.meta["val"].itemsize for node in gradients.values()}
         holds = f"clip_grad_norm holds all gradients ({format_bytes(sum(sizes.values()))}) until the norm is known"
         also = "; of projected gradients it takes the norm as they are" if projected.streams else ""
-        return (holds + also, *projected.notes())
+        return (holds + also, *sharded, *projected.notes())
 
 
 def cohort_of(

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
 import roamc
+from roamc.capture.fully_sharded import EAGER
 from roamc.capture.tensor_parallel import split
 from roamc.cli.commands import app
 from roamc.cli.request import Request, answer, mesh_of, workload_of
@@ -244,6 +245,8 @@ def test_fsdp_in_a_mesh_is_fully_shard_of_each_layer_and_the_model() -> None:
         assert sharded.fixed_bytes[kind] == pytest.approx(whole.fixed_bytes[kind] / ranks, rel=0.01)
     assert sharded.fixed_bytes["input"] == whole.fixed_bytes["input"]
     assert "one rank of a mesh of 4: fsdp=4" in sharded.notes
+    assert EAGER in sharded.notes
+    assert EAGER not in whole.notes
     assert not dist.is_initialized()
     workload = workload_of(Request("gpt", sizes))
     with stand_in_group(ranks):
