@@ -93,8 +93,8 @@ def test_page_begins_with_the_sentence_and_has_its_parts_in_their_order(small: P
     assert headline == small.report.plan.headline
     body = next(at for at, (tag, _) in enumerate(page.elements) if tag == "body")
     assert [tag for tag, _ in page.elements[body : body + 3]] == ["body", "header", "h1"]
-    parts = [attributes.get("id") for tag, attributes in page.elements if tag == "section"]
-    assert parts == ["modules", "curves", "layout", "storages", "numbers"]
+    parts = [attributes.get("id") or attributes["class"] for tag, attributes in page.elements if tag == "section"]
+    assert parts == ["modules", "curves", "layout", "storages", "listed", "numbers"]
     assert page.texts["h3"][:2] == ["By module of the model", "By line of the model"]
     assert render(small).index('id="seconds"') > render(small).index("How it was planned")
 
