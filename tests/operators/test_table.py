@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import roamc.operators.prod_backward  # noqa: F401  its operators are there once it is imported
 from roamc.operators import ops
 from roamc.operators.collectives import NAMESPACE
 from roamc.operators.costs import linear_algebra
