@@ -40,6 +40,7 @@ def schema_names() -> Iterator[tuple[str, str, str]]:
         yield namespace, name, schema.overload_name or "default"
 
 
+@functools.cache
 def replays() -> dict[str, HigherOrderOperator]:
     """Return torch's operators that keep a generator's state, or run a random operator with one, by name."""
     rng_prims = importlib.import_module("torch._prims.rng_prims")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from roamc.capture.dump.recognise import is_dump
+from roamc.capture.dump.recognise import is_archive, is_dump
 from roamc.cli.models import AUTOCAST_NAMES, DTYPE_NAMES, TASK_NAMES
 from roamc.gpus import GPUS
 
@@ -196,6 +196,7 @@ class Request:
         words: the target and the options as they stand on the command line, but for budgets, batch and stage; empty
             where nothing does.
         is_dump: whether the target is a file or folder with graphs; looked up where it is left out.
+        is_archive: whether it is one of torch.export; likewise.
     """
 
     target: str
@@ -218,10 +219,18 @@ class Request:
     stage: int | None = None
     words: tuple[str, ...] = ()
     is_dump: bool | None = None
+    is_archive: bool | None = None
 
     def __post_init__(self) -> None:
         if self.is_dump is None:  # a look into a folder and those in it: once for all requests of a command
             object.__setattr__(self, "is_dump", is_dump(self.target))
+        if self.is_archive is None:
+            object.__setattr__(self, "is_archive", is_archive(self.target))
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the target is a file of torch's, and no model."""
+        return bool(self.is_dump or self.is_archive)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from roamc.capture.dump import confined, graphs
 from roamc.capture.dump.archive import Program
 from roamc.capture.dump.exported import Exported, sizes_of
 from roamc.capture.dump.files import Dump
-from roamc.capture.dump.recognise import is_archive
 from roamc.capture.moved import device_of
 from roamc.capture.optimizers import fresh_state, rule_for
 from roamc.cli.asked import Request
@@ -67,9 +66,11 @@ def device_in(request: Request) -> torch.device:
         OptionError: it has no such graph, or the device is unknown.
     """
     asked = device_of(request.device)
-    if asked.type == "cuda" or not is_archive(request.target):
-        return asked if asked.type == "cuda" else graphs.device_in(_dump(request)[0])
-    return device_of("cuda" if _program(request).on_cuda else "cpu")
+    if asked.type == "cuda":
+        return asked
+    if request.is_archive:
+        return device_of("cuda" if _program(request).on_cuda else "cpu")
+    return graphs.device_in(_dump(request)[0])
 
 
 def graph_in(request: Request) -> TrainGraph:

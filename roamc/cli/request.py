@@ -18,7 +18,6 @@ from torch import nn
 
 from roamc import ticker
 from roamc.budget import parse_budget
-from roamc.capture.dump.recognise import is_archive
 from roamc.capture.moved import built_for, device_of
 from roamc.cli import configs, dumps, zoo
 from roamc.cli.asked import Request
@@ -321,8 +320,7 @@ def _smaller(request: Request, options: Options) -> str:
     """The command that looks for the largest batch with the same options, behind a colon; "" where none is known to."""
     sized = request.sizes.get("batch") is not None or any(text.startswith("batch=") for text in request.sets)
     limits, function = limits_batch(options), is_function(request.target)
-    is_file = request.is_dump or is_archive(request.target)
-    if is_file or not request.words or not (limits or options.gpu) or (function and not sized):
+    if request.is_file or not request.words or not (limits or options.gpu) or (function and not sized):
         return ""
     stage = () if request.stage is None else ("--stage", str(request.stage))
     budget = ("--memory-budget", request.memory_budget) if limits and request.memory_budget else ()
@@ -393,8 +391,7 @@ def options_of(request: Request) -> Options:
 
 
 def _device(request: Request) -> torch.device:
-    is_file = request.is_dump or is_archive(request.target)
-    return dumps.device_in(request) if is_file else device_of(request.device)
+    return dumps.device_in(request) if request.is_file else device_of(request.device)
 
 
 def workload_of(request: Request) -> Workload:
@@ -410,7 +407,7 @@ def workload_of(request: Request) -> Workload:
     """
     check_optimizer(request.optimizer)
     settings = stage_settings(settings_in(request), settings_of(request.target), _stage(request))
-    if is_archive(request.target):
+    if request.is_archive:
         workload = dumps.workload_in(request)
     elif is_function(request.target):
         workload = from_file(request.target, settings, meta=request.meta)

@@ -12,7 +12,6 @@ from re import fullmatch
 from typing import Any
 
 from roamc.budget import parse_budget
-from roamc.capture.dump.recognise import is_archive
 from roamc.cli.asked import Asked, Request
 from roamc.cli.models import AUTOCAST_NAMES, MODELS, check_task, checked, is_function, is_path
 from roamc.errors import OptionError, nearest
@@ -76,7 +75,7 @@ def check_words(asked: Asked) -> None:
                 f"--optimizer compact needs the model's layers: {request.target} takes {', '.join(PLAIN)}"
             )
         return
-    if is_archive(request.target):
+    if request.is_archive:
         return
     if request.target.endswith(".pt2"):
         raise OptionError(f"{request.target}: no such file")

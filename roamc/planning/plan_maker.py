@@ -19,7 +19,7 @@ from roamc.gpus import Gpu
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes, of_eager
 from roamc.graph.in_flight import waiting_bytes
-from roamc.graph.memory import MemoryModel, build_memory, input_bytes
+from roamc.graph.memory import Int64s, MemoryModel, build_memory, input_bytes
 from roamc.graph.ranks import planned_groups, with_same_plan
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
@@ -68,7 +68,7 @@ def prepared(
     floor = other_orders.eager_floor(graph, memory) if peak < layout.EFFORT.small_graph else {}
     graph = graph.replace(eager_bytes=peak, eager_floor=floor)
     most_threads = max(threads, torch.get_num_threads())  # a plan from elsewhere may be counted again for more
-    needs = eager_needs(graph, memory, most_threads) + waiting_bytes(graph, memory, eager=True)
+    needs = eager_needs(graph, memory, live, most_threads) + waiting_bytes(graph, memory, eager=True)
     products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
     maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products, room=options.room)
     maker = maker.under(terms_of(graph, options.memory_budget, needs, options.room))
@@ -76,10 +76,12 @@ def prepared(
     return maker, maker.runner.run(state, pipeline.same_for_all_budgets(pipeline.PIPELINE))
 
 
-def eager_needs(graph: TrainGraph, memory: MemoryModel, threads: int) -> Bytes:
-    """Return the bytes that eager PyTorch takes at its worst step, with workspaces of so many threads and objects."""
-    live = eager_live_bytes(memory) + cost.workspaces(of_eager(memory).operators, threads, eager=True)
-    most = int(live.max(initial=0))
+def eager_needs(graph: TrainGraph, memory: MemoryModel, live: Int64s, threads: int) -> Bytes:
+    """Return the bytes that eager PyTorch takes at its worst step, with workspaces of so many threads and objects.
+
+    ``live`` is what :func:`eager_live_bytes` gives for ``memory``.
+    """
+    most = int((live + cost.workspaces(of_eager(memory).operators, threads, eager=True)).max(initial=0))
     own = cost.tensor_objects(memory, list(graph.graph.nodes), *eager_lifetimes(memory)).peak()
     return most + cost.objects(most, own)
 

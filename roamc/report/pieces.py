@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from roamc.graph import Phase, TrainGraph
+from roamc.graph.eager_memory import eager_live_bytes
 from roamc.graph.in_flight import call_bytes
 from roamc.graph.memory import Place, build_memory, input_bytes
 from roamc.planning.plan_maker import eager_needs
@@ -63,7 +64,7 @@ def piece_of(graph: TrainGraph, name: str, frame: str, operators: int, shared: M
         name,
         frame,
         operators,
-        eager_bytes=eager_needs(graph, memory, torch.get_num_threads()),
+        eager_bytes=eager_needs(graph, memory, eager_live_bytes(memory), torch.get_num_threads()),
         kept_bytes=max(call_bytes(memory), sum(each.nbytes for each in outputs) if late else 0),
         fixed_bytes=sum(input_bytes(graph).values()),
         shared=shared,

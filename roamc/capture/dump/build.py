@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from roamc import compat_aot, compat_operators
-from roamc.capture.collectives import is_wait
+from roamc.capture.collectives import WAIT, is_wait
 from roamc.capture.dump import names
 from roamc.capture.dump.annotations import Number, Sizes, TensorType, parsed
 from roamc.capture.dump.text import Call, Dotted, GraphText, Input, Item, Name, Origin, Result, Statement, Value
@@ -45,7 +45,7 @@ _REPLAYS = (_AND_SAVE, _WITH_STATE, _GRAPH_SAFE)
 _LOOK_UP = "torch.ops.prims.inductor_lookup_seed.default"
 """Picks one element, by Python's index, which asks for the GPU of a fake tensor; ``select_copy`` does not."""
 
-_WAIT = "torch.ops._c10d_functional.wait_tensor.default"
+_WAIT = f"torch.ops.{WAIT.replace('::', '.')}.default"
 
 
 @dataclass(frozen=True)

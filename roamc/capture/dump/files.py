@@ -205,7 +205,7 @@ def _only(path: Path, content: str, line: int) -> GraphText:
 
 def _of_text(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
     decomposed = any(map(_is_decomposed, graphs))
-    dumps = _with_their_halves(path, graphs)
+    dumps = [*map(_with_roles, _with_their_halves(path, graphs))]
     return [replace(each, decomposed=True, notes=(*each.notes, DECOMPOSED)) for each in dumps] if decomposed else dumps
 
 
@@ -213,27 +213,26 @@ def _with_their_halves(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:
     whole = [each for each in graphs if each.joint]
     halves = [each for each in graphs if not each.joint]
     if whole:
-        return [_with_roles(Dump(str(path), str(number), each), each) for number, each in enumerate(whole)]
+        return [Dump(str(path), str(number), each) for number, each in enumerate(whole)]
     second = [each for each in halves if each.has_tangents]
     first = [each for each in halves if not each.has_tangents]
     if len(first) == len(second) == 1:
-        return [_in_halves(_with_roles(Dump(str(path), "0", None), first[0]), first[0], second[0])]
+        return [_in_halves(Dump(str(path), "0", None), first[0], second[0])]
     if second:
         raise DumpError(
             f"{path}: {'a' if len(second) == 1 else len(second)} backward without the forward that saves its inputs. "
             "Put both into one file, or log the joint graph: TORCH_LOGS=aot_joint_graph"
         )
-    dumps = (Dump(str(path), str(number), each, notes=_saves(each)) for number, each in enumerate(first))
-    return [_with_roles(dump, dump.first) for dump in dumps]
+    return [Dump(str(path), str(number), each, notes=_saves(each)) for number, each in enumerate(first)]
 
 
 HELD = ("ParamAOTInput(", "BufferAOTInput(")
 """How comments behind inputs begin that are parameters or buffers."""
 
 
-def _with_roles(dump: Dump, first: GraphText) -> Dump:
+def _with_roles(dump: Dump) -> Dump:
     """``dump`` with what the comments say of the inputs of its forward; with a note where they say nothing."""
-    static = tuple(position for position, each in enumerate(first.inputs) if each.comment.startswith(HELD))
+    static = tuple(position for position, each in enumerate(dump.first.inputs) if each.comment.startswith(HELD))
     if static:
         return replace(dump, static=static)
     note = "the file does not say which inputs are parameters: all of them count as inputs"
