@@ -56,19 +56,20 @@ import torch
 shared, *examples = json.load(sys.stdin)
 for example in examples:
     torch.compiler.reset()
-    if torch.distributed.is_initialized():  # accelerate leaves its group
+    if torch.distributed.is_initialized():  # an example may leave its group
         torch.distributed.destroy_process_group()
     scope = {"__name__": "readme"}
     exec(compile(shared, "shared example", "exec"), scope)
     exec(compile(example, "example", "exec"), scope)
     print("=" * 8)
-torch.distributed.destroy_process_group()
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
 """
 
 
 def test_examples_of_libraries_run(tmp_path: Path) -> None:
     examples = [example for example in ALL if example not in EXAMPLES]
-    assert len(examples) == len(LIBRARIES)
+    assert all(any(f" {library}" in example for example in examples) for library in LIBRARIES)
     one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL], input=json.dumps([SHARED, *examples]), cwd=tmp_path, text=True,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import roamc
+from roamc.capture.moved import built_for
 from roamc.cli.request import Request, answer
 from roamc.frontends.workload import from_file
 from tests.cli.test_cli import SMALL, run
@@ -128,7 +129,9 @@ def test_built_in_models_are_planned_for_a_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["step", "joint"])
 def test_plan_of_python_is_that_of_the_command_line(file: str, whole: bool) -> None:
-    workload, x = from_file(f"{file}:make", {}), torch.zeros(2, 32, 64, dtype=torch.bfloat16)
+    with built_for(torch.device("cuda")):
+        workload = from_file(f"{file}:make", {})
+    x = torch.zeros(2, 32, 64, dtype=torch.bfloat16)
     way = (
         {"optimizer": torch.optim.AdamW(workload.model.parameters(), lr=1e-3)} if whole else {"forward_backward": True}
     )
