@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,6 +70,11 @@ def function_modes() -> list[torch.overrides.TorchFunctionMode]:
     from torch.utils._device import DeviceContext
 
     return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+
+
+def off_meta() -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager: inside, torch's default device is the CPU where it was meta, as in a traced step."""
+    return torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext()
 
 
 def kernels_of_attention() -> tuple[object, ...]:

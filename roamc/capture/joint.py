@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roamc import compat_aot, compat_dynamo
+from roamc import compat_aot, compat_dynamo, compat_hooks
 from roamc.capture import attributes, communication, module_paths, recurrent, refusals, user_line
 from roamc.capture.addresses import memories
 from roamc.capture.batch import put_together, take_apart, tensors_in
@@ -105,6 +105,7 @@ def capture(
         compat_dynamo.unchecked_distributions(),
         compat_aot.writes_marked(WROTE_OVER),
         user_line.noted(),
+        compat_hooks.off_meta(),
         communication.followed(),
         attributes.put_back(tuple(model.modules())),
     ):

@@ -57,14 +57,14 @@ class _Followed:
         with compat.without_modes():
             self.before = generator.get_state()
             self.marked = self.before.clone()
-            self.marked[WORDS] = torch.tensor([MARKER, next(_traces) % 2**32]).view(torch.uint8)
+            self.marked[WORDS] = torch.tensor([MARKER, next(_traces) % 2**32], device="cpu").view(torch.uint8)
         self.move(0)
 
     def move(self, place: int) -> None:
         """Set the generator to ``place``, counted in draws."""
         with compat.without_modes():
             state = self.marked.clone()
-            state[PLACE] = torch.tensor([place]).view(torch.uint8)
+            state[PLACE] = torch.tensor([place], device="cpu").view(torch.uint8)
             self.generator.set_state(state)
 
     def place(self) -> int:

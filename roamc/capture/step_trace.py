@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roamc import compat, compat_dynamo
+from roamc import compat, compat_dynamo, compat_hooks
 from roamc.capture import (
     communication,
     dropouts,
@@ -157,6 +157,7 @@ class Trace:
                 kept_whole(),
                 compat_dynamo.unchecked_distributions(),
                 user_line.noted(),
+                compat_hooks.off_meta(),
             ):
                 module = self._traced(fakes, mode)
                 check_followed(module, mode)

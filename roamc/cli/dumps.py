@@ -12,7 +12,7 @@ import torch
 from roamc import ticker
 from roamc.capture.dump import confined, graphs
 from roamc.capture.dump.archive import Program
-from roamc.capture.dump.exported import Exported, sizes_of
+from roamc.capture.dump.exported import Exported, no_size, sizes_of
 from roamc.capture.dump.files import Dump
 from roamc.capture.moved import device_of
 from roamc.capture.optimizers import fresh_state, rule_for
@@ -82,12 +82,20 @@ def graph_in(request: Request) -> TrainGraph:
         CaptureError: an operator of the graph cannot be planned.
     """
     dump, others = _dump(request)
+    _check_sizes(request, (dump, *others))
     if not others:
         return _graph_of(request, dump)[0]
     pieces, graph = _counted(*_key(request))
     name = next(each.name for each in pieces if each.planned)
     note = f"graph {name} of {len(pieces)}, the one that needs most; --piece plans another"
     return _noted(_noted(copied(graph), in_words(pieces)), note)
+
+
+def _check_sizes(request: Request, dumps: Sequence[Dump]) -> None:
+    symbols = {name for dump in dumps for name in dump.symbols}
+    unknown = next((name for name in _sizes(request) if name not in symbols), None)
+    if unknown is not None:
+        raise OptionError(no_size(request.target, unknown, symbols))
 
 
 def pieces_in(request: Request) -> tuple[Piece, ...]:
@@ -188,8 +196,12 @@ def workload_in(request: Request) -> Workload:
         OptionError: a setting is no size of it.
     """
     program, asked = _program(request), _sizes(request)
-    if request.mesh is not None and parse_mesh(request.mesh).tp > 1:
-        raise OptionError(f"{request.target} has no layers that tp could split, only operators: give the model")
+    if request.mesh is not None:
+        splitting = [axis for axis in ("tp", "fsdp") if getattr(parse_mesh(request.mesh), axis) > 1]
+        if splitting:
+            raise OptionError(
+                f"{request.target} has no layers that {splitting[0]} could split, only operators: give the model"
+            )
     model = Exported(program, sizes_of(program, asked))
     notes = program.notes
     kept = [f"{name} = {size}" for name, size in program.exported.items() if name not in asked]

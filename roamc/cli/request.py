@@ -294,7 +294,7 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
     notes = notes_on(workload.model, mesh, _tp_plan(request))
     notes += ends_note(settings_of(request.target), _stage(request))
     if request.target in MODELS and Path(request.target, "config.json").is_file():
-        notes += (f"this is the built-in model; ./{request.target} plans the folder of that name",)
+        notes = (f"this is the built-in model; ./{request.target} plans the folder of that name", *notes)
     graph = graph.replace(in_flight=_stage(request).in_flight, notes=(*graph.notes, *notes))
     return devices.noted(graph, options, _device(request)), time.perf_counter() - start
 

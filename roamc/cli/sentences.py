@@ -17,6 +17,12 @@ _FILE_ERRORS: dict[type[OSError], str] = {
     PermissionError: "no permission",
 }
 
+_WITHOUT_GPU = ("not linked with support for cuda", "not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
+"""Parts of what torch says where a program asks for a GPU that is not there."""
+
+NO_GPU = ": leave .cuda() and device='cuda' out; --device cuda or --gpu plans what lies on the CPU for a GPU"
+"""What is said behind it."""
+
 
 def sentence(error: Exception, debug: bool) -> str:
     """Return the line for an error that is being handled; ``debug`` says that more is shown beside it."""
@@ -30,7 +36,8 @@ def sentence(error: Exception, debug: bool) -> str:
     frames = [frame for frame in traceback.extract_tb(sys.exc_info()[2]) if "site-packages" not in frame.filename]
     frames = [frame for frame in frames if Path(roamc.__file__).parent not in Path(frame.filename).parents] or frames
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
-    return f"{where}{type(error).__name__}: {lines[0]}" + ("" if debug else " (--debug shows the traceback)")
+    more = NO_GPU if any(said in lines[0] for said in _WITHOUT_GPU) else ""
+    return f"{where}{type(error).__name__}: {lines[0]}{more}" + ("" if debug else " (--debug shows the traceback)")
 
 
 def _said_of_file(error: OSError) -> str:

@@ -47,6 +47,10 @@ WITHOUT_MODEL = frozenset(
 """Parameters of the commands that do not need the model of a graph."""
 
 
+OF_LAYERS = frozenset({"autocast", "gradient_checkpointing", "meta", "tp_plan", "lora", "task", "dtype"})
+"""Parameters of the commands that change a model, which an archive of torch.export does not have."""
+
+
 def check_words(asked: Asked) -> None:
     """Refuse names of models, settings, optimizers, devices and options that there are not, and wrong budgets.
 
@@ -76,6 +80,9 @@ def check_words(asked: Asked) -> None:
             )
         return
     if request.is_archive:
+        needing = next((option for name, option in asked.given.items() if name in OF_LAYERS), None)
+        if needing is not None:
+            raise OptionError(f"{request.target} has operators without layers, which {needing} needs: give the model")
         return
     if request.target.endswith(".pt2"):
         raise OptionError(f"{request.target}: no such file")

@@ -336,7 +336,7 @@ def made(name: str, returned: Any, target: str = "the function") -> Workload:
             or tuple of inputs has the positional arguments; another value is the only one. A dictionary has keyword
             arguments, or is the only argument: whichever the loss function takes, or the model if there is none. A
             model that takes both gets keywords; a loss function does if a parameter of it has the name of an input.
-            Without a loss function, the ``.loss`` of the model's output is the loss, if it has one.
+            Without a loss function, or with None, the ``.loss`` of the model's output is the loss, if it has one.
             The optimizer is one of torch's, or a function that makes one of an iterable of parameters.
         target: name of the function in error messages.
 
@@ -356,7 +356,8 @@ def made(name: str, returned: Any, target: str = "the function") -> Workload:
     workload = Workload(name, model, batch, loss_fn)
     if isinstance(inputs, Mapping):
         workload = _of_mapping(workload, inputs)
-    return replace(workload, optimizer=_factory(target, rest[1])) if len(rest) == 2 else workload
+    optimizer = rest[1] if len(rest) == 2 else None
+    return workload if optimizer is None else replace(workload, optimizer=_factory(target, optimizer))
 
 
 def _factory(target: str, returned: Any) -> OptimizerFactory:

@@ -95,7 +95,8 @@ def in_words(pieces: Sequence[Piece]) -> str:
     readable = [each for each in pieces if not each.reason]
     fixed, step = at_once(readable)
     frames = len({each.frame for each in readable})
-    others = f"; without {len(pieces) - len(readable)} that cannot be read" if len(readable) < len(pieces) else ""
+    reasons = [each.reason for each in pieces if each.reason]
+    others = f"; without {len(reasons)} that cannot be read: {reasons[0]}" if reasons else ""
     again = " (compilations of one function are alternatives: the largest counts)" if frames < len(readable) else ""
     return (
         f"if all are saved at once, eager needs at most {format_bytes(fixed + step)} = {format_bytes(fixed)} fixed + "

@@ -296,6 +296,7 @@ def test_path_without_a_configuration(tmp_path: Path) -> None:
     assert "no such file or folder; roamc downloads nothing" in run("plan", "meta-llama/Llama-3-8B", code=1).stderr
     assert "no.json: no such file or folder" in run("plan", "no.json", code=1).stderr
     assert f"{tmp_path} has no config.json" in run("plan", str(tmp_path), code=1).stderr
+    assert "/dev/zero is longer than any configuration" in run("plan", "/dev/zero", code=1).stderr
     (tmp_path / "model_index.json").write_text("{}")
     assert f"{tmp_path} is of diffusers" in run("plan", str(tmp_path), code=1).stderr
 

@@ -127,6 +127,15 @@ def test_built_in_models_are_planned_for_a_gpu(name: str) -> None:
     assert data["peak_bytes"] <= data["baseline_bytes"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model can go to the GPU that is here")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_that_goes_to_a_gpu_is_told_the_way_without(device: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2).cuda(), torch.zeros(2, 2)\n")
+    said = run("plan", f"{path}:make", "--device", device, code=1).stderr
+    assert re.search(r"error: mine\.py:3: .*: leave \.cuda\(\) and device='cuda' out; --device cuda or --gpu", said)
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["step", "joint"])
 def test_plan_of_python_is_that_of_the_command_line(file: str, whole: bool) -> None:
     with built_for(torch.device("cuda")):

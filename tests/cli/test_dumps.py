@@ -60,6 +60,7 @@ def test_what_a_file_cannot_answer_is_said(printed: str) -> None:
     assert "no graph '7' is in" in run("plan", printed, "--piece", "7", code=1).stderr
     assert "--piece names a graph of a log" in run("plan", "mlp", "--piece", "7", code=1).stderr
     assert "values of its symbolic sizes" in run("plan", printed, "--set", "s0=x", code=1).stderr
+    assert "has no size 's0'. All of its sizes are fixed" in run("plan", printed, "--set", "s0=8", code=1).stderr
 
 
 def test_a_file_without_a_graph_is_one_line_with_the_way_out(tmp_path: Path) -> None:
@@ -90,7 +91,11 @@ def test_an_archive_is_planned_with_an_optimizer_sizes_and_a_gpu(archive: str) -
 def test_what_an_archive_cannot_answer_is_said(archive: str, tmp_path: Path) -> None:
     assert "no size 'batch'; did" not in (said := run("plan", archive, "--batch", "8", code=1).stderr)
     assert "has no size 'batch'" in said
-    assert "no layers that tp could split" in run("plan", archive, "--mesh", "tp=2", code=1).stderr
+    for axis in ("tp", "fsdp"):
+        assert f"no layers that {axis} could split" in run("plan", archive, "--mesh", f"{axis}=2", code=1).stderr
+    for option in (("--autocast", "bf16"), ("--gradient-checkpointing",)):
+        said = run("plan", archive, *option, code=1).stderr
+        assert f"has operators without layers, which {option[0]} needs: give the model" in said
     assert "--size names the one" in run("max-batch", archive, "--gpu", "1GB", code=1).stderr
     assert "no such file" in run("plan", str(tmp_path / "none.pt2"), code=1).stderr
     small = str(save(tmp_path / "small.pt2", Small(), (torch.randn(2, 8),)))

@@ -219,6 +219,11 @@ def test_a_dictionary_of_inputs_goes_in_as_the_function_takes_it(by_name: bool, 
     assert capture(made("halves", (model, inputs, loss_fn)), forward_backward=True).boundary
 
 
+def test_none_in_the_place_of_loss_and_optimizer_is_as_if_left_out() -> None:
+    workload = made("model", (nn.Linear(2, 2), torch.randn(3, 2), None, None))
+    assert (workload.loss_fn, workload.optimizer) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("function", "error", "said"),
     [

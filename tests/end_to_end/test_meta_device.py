@@ -23,6 +23,32 @@ def test_model_on_the_meta_device_is_planned_but_not_run() -> None:
     refused(lambda: step(X), roamc.CaptureError, "meta")
 
 
+class _Places(nn.Module):
+    """Makes tensors on torch's default device, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.dropout(self.up(x), 0.1, True) + torch.arange(16) / 16
+        return self.down(hidden) * torch.rand(8)
+
+
+@pytest.mark.parametrize("gpu", [None, "h100"])
+@pytest.mark.parametrize("whole", [True, False], ids=["step", "joint"])
+def test_a_default_device_of_meta_is_that_of_no_traced_tensor(whole: bool, gpu: str | None) -> None:
+    def planned(device: str) -> roamc.Plan:
+        with torch.device(device):
+            model = _Places()
+            way: dict[str, Any] = {"loss_fn": square, "optimizer": sgd(model)} if whole else {"forward_backward": True}
+            return roamc.plan(model, torch.empty(4, 8), gpu=gpu, **way)
+
+    on_meta, on_cpu = planned("meta"), planned("cpu")
+    assert (on_meta.peak_bytes, on_meta.fixed_bytes) == (on_cpu.peak_bytes, on_cpu.fixed_bytes)
+    assert torch.get_default_device().type == "cpu"
+
+
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("way", ["torch.compile", "optimize"])
 def test_compiled_model_on_the_meta_device_is_named_with_the_way_that_plans_it(way: str, trained: bool) -> None:

@@ -20,7 +20,8 @@ MOST_EXPRESSION = 4_096
 _ANNOTATION = re.compile(
     r"^(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\[(?P<stride>[^\]]*)\])?(?P<device>[a-z]+(?::\d+)?)?$"
 )
-_SYMBOL = re.compile(r"\b[su]\d+\b")
+SYMBOL = re.compile(r"\b[su]\d+\b")
+"""The name of a symbolic size."""
 
 _INFIX: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -85,7 +86,7 @@ class Sizes:
         if re.fullmatch(r"\s*-?\d{1,18}\s*", text):
             return int(text)
         place = self.file if line is None else f"{self.file}:{line}"
-        missing = sorted(set(_SYMBOL.findall(text)) - self.values.keys())
+        missing = sorted(set(SYMBOL.findall(text)) - self.values.keys())
         if missing:
             advice = " ".join(f"--set {name}=N" for name in missing)
             raise DumpError(f"{place}: the graph leaves a size open: give {advice}")

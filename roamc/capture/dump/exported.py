@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -45,13 +45,18 @@ def sizes_of(program: Program, asked: Mapping[str, int]) -> Sizes:
     symbols = program.exported.keys() | program.ranges.keys()
     for name, value in asked.items():
         if name not in symbols:
-            listed = f" Sizes: {', '.join(sorted(symbols))}" if symbols else " All of its sizes are fixed"
-            raise OptionError(f"{program.path} has no size {name!r}{nearest(name, symbols)}{listed}")
+            raise OptionError(no_size(program.path, name, symbols))
         least, most = program.ranges.get(name, (None, None))
         if (least is not None and value < least) or (most is not None and value > most):
             span = f"{least or 0} and more" if most is None else f"{least or 0} to {most}"
             raise OptionError(f"{program.path} takes {span} for {name}, not {value}")
     return Sizes({**program.exported, **asked}, program.path)
+
+
+def no_size(path: str, name: str, symbols: Collection[str]) -> str:
+    """Return the sentence that a file has no symbolic size of this name, only ``symbols``."""
+    listed = f" Sizes: {', '.join(sorted(symbols))}" if symbols else " All of its sizes are fixed"
+    return f"{path} has no size {name!r}{nearest(name, symbols)}{listed}"
 
 
 class Exported(nn.Module):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roamc.capture.dump import prefixes, text, trace_log
+from roamc.capture.dump.annotations import SYMBOL
 from roamc.capture.dump.recognise import logs_in, printed_in
 from roamc.capture.dump.text import GraphText, Input
 from roamc.errors import DumpError
@@ -91,6 +92,14 @@ class Dump:
         results = (*self.last.results[:begin], *(self.last.results[begin + at] for at in kept))
         last = replace(self.last, results=results)
         return replace(without, joint=last) if self.joint is not None else replace(without, backward=last)
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Names of its symbolic sizes."""
+        texts = [each for each in (self.joint, self.forward, self.backward) if each is not None]
+        said = [each.annotation for graph in texts for each in graph.inputs]
+        said += [each.annotation for graph in texts for each in graph.statements]
+        return frozenset(name for annotation in said for name in SYMBOL.findall(annotation or ""))
 
     @property
     def statements(self) -> int:
