@@ -198,7 +198,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return identity(tensor) if tensor.untyped_storage().nbytes() else 0
 
 
-def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+def lazy_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """Return a module of ``graph`` with the attributes of ``root``; its code is written when it is first called.
 
     To write and compile it takes as long as to copy the graph.

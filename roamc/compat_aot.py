@@ -486,7 +486,8 @@ def partition(
         static: positions of inputs that are parameters or buffers.
     """
     from torch._guards import TracingContext, tracing
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     inputs = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(mode)), _use_lazy_graph_module(True):
         return default_partition(joint, inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static))

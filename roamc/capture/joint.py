@@ -31,7 +31,7 @@ from roamc.capture.collectives import join, name_own_parts
 from roamc.capture.own_gradients import own_gradients
 from roamc.capture.reinplace import reinplace
 from roamc.capture.tokens import without_tokens
-from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size, with_bits
+from roamc.compat import FakeTensorMode, HigherOrderOperator, has_open_size, lazy_module, with_bits
 from roamc.errors import CaptureError
 from roamc.graph import (
     Phase,
@@ -200,7 +200,7 @@ def stitch(
     builder.graph.output((*first, *second))
     outputs = [Port(f"output[{i}]", Role.OUTPUT) for i in range(len(first))]
     outputs += [Port(f"gradient[{i}]", Role.GRADIENT, Phase.BACKWARD) for i in range(len(second))]
-    module = fx.GraphModule(_attributes(forward, backward), builder.graph)
+    module = lazy_module(_attributes(forward, backward), builder.graph)
     stitched = TrainGraph(name, module, tuple(inputs), tuple(outputs), builder.phase, boundary=True)
     reinplace(stitched, builder.mode, builder.phase, saved)
     stands_for = join(module)
@@ -250,7 +250,7 @@ def inference(module: fx.GraphModule, static: Sequence[int], name: str) -> Train
     builder.graph.output(tuple(results))
     inputs = tuple(Port(node.name, role_of(i, static)) for i, node in enumerate(placeholders(module.graph)))
     outputs = tuple(Port(f"output[{i}]", Role.OUTPUT) for i in range(len(results)))
-    copied = TrainGraph(name, fx.GraphModule(_attributes(module), builder.graph), inputs, outputs, builder.phase)
+    copied = TrainGraph(name, lazy_module(_attributes(module), builder.graph), inputs, outputs, builder.phase)
     reinplace(copied, builder.mode, builder.phase)
     stands_for = join(copied.module)
     copies = correct(builder.graph)

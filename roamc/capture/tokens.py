@@ -17,7 +17,7 @@ import operator
 
 from torch import fx
 
-from roamc.compat import HigherOrderOperator
+from roamc.compat import HigherOrderOperator, lazy_module
 from roamc.graph import output_node
 from roamc.operators.effects import with_effect
 
@@ -44,7 +44,7 @@ def without_tokens(module: fx.GraphModule) -> fx.GraphModule:
     end.args = fx.map_arg(end.args, lambda node: None if node in picks else node)
     for pick in picks:
         plain.erase_node(pick)
-    return fx.GraphModule(module, plain)
+    return lazy_module(module, plain)
 
 
 def _has_token(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from roamc.capture.dump import names
 from roamc.capture.dump.annotations import Number, Sizes, TensorType, parsed
 from roamc.capture.dump.text import Call, Dotted, GraphText, Input, Item, Name, Origin, Result, Statement, Value
 from roamc.capture.dump.unknown import HIGHER_ORDER, Unknown, picks, unknown_of, without_operators
-from roamc.compat import DynamicShapeError, FakeTensorMode, OpOverload, quiet_meta
+from roamc.compat import DynamicShapeError, FakeTensorMode, OpOverload, lazy_module, quiet_meta
 from roamc.errors import DumpError, nearest
 from roamc.graph.rewrite import placed_in
 from roamc.operators import ops
@@ -152,7 +152,7 @@ class _Graph:
         results = tuple(map(self._returned, self.text.results))
         end = self.graph.output(results)
         end.meta["desc"] = tuple(compat_aot.described(result.comment) for result in self.text.results)
-        return fx.GraphModule(self.root, self.graph)
+        return lazy_module(self.root, self.graph)
 
     def _returned(self, result: Result) -> fx.Node | None:
         """What the graph returns at one place: None for a size, which takes no memory."""

@@ -1,6 +1,6 @@
 """Which operators of backward belong to one call of autograd: the text does not say it, and eager's peak depends on it.
 
-Forward's operators run once more under autograd, on fake tensors, and the trace of that has torch's own numbers. Its
+Forward's operators run once more under autograd, on fake tensors, and what autograd calls has its own numbers. Its
 backward is that of the text, operator for operator, but where a user's ``autograd.Function`` or a change of torch makes
 another: what does not match gets no number.
 """
@@ -10,14 +10,15 @@ from __future__ import annotations
 import difflib
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from roamc import compat
+from roamc import compat_calls
 from roamc.capture.dump.text import TANGENTS
+from roamc.compat_calls import Called
 from roamc.graph import tensors_of
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.origin import SUM_OF_GRADIENTS
@@ -48,55 +49,52 @@ def number(joint: fx.GraphModule, outputs: int) -> bool:
     inputs = [node for node in nodes if node.op == "placeholder"]
     results = nodes[-1].args[0]
     forward, between = _forward(nodes, results[:outputs])
-    calls: dict[fx.Node, fx.Node] = {}  # operator of forward to what stands for it in the trace
-    ends: list[fx.Node] = []
-
-    def step(*values: torch.Tensor) -> list[Any]:
-        trained = {node for node, result in zip(inputs, results[outputs:], strict=False) if result is not None}
-        env = {
-            node: value.detach().requires_grad_() if node in trained else value
-            for node, value in zip(inputs, values, strict=True)
-        }
-        with torch.enable_grad():
-            for node in forward:
-                last = next(iter(reversed(compat.graph_so_far().nodes)))
-                env[node] = _run(node, env)
-                calls[node] = last.next  # autograd may have saved its result behind it
-        tangents = iter([env[node] for node in inputs if node.name.startswith(TANGENTS)])
-        returned = [env[node] for node in results[:outputs] if isinstance(node, fx.Node)]
-        pairs = [(value, next(tangents, None)) for value in returned if value.requires_grad]
-        if not pairs or any(tangent is None or tangent.shape != value.shape for value, tangent in pairs):
-            return []
-        values, gradients = zip(*pairs, strict=True)
-        for value in values:
-            compat.number_backward(value)
-        ends.append(next(iter(reversed(compat.graph_so_far().nodes))))
-        return list(torch.autograd.grad(values, [env[node] for node in trained], gradients, allow_unused=True))
-
-    mode = compat.FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-    with mode:  # on the CPU: autograd asks a GPU that need not be there for its streams
-        fakes = [_on_cpu(node.meta["val"]) for node in inputs]
+    trained = {node for node, result in zip(inputs, results[outputs:], strict=False) if result is not None}
+    recorder = compat_calls.Recorder()
+    place: dict[fx.Node, int] = {}  # of what an operator of forward has called, among all that was called
+    begun: int | None = None
     try:
-        traced = list(compat.trace(step, fakes, mode).graph.nodes)
+        with compat_calls.on_fakes(recorder):
+            env = {node: _on_cpu(node.meta["val"]).requires_grad_(node in trained) for node in inputs}
+            for node in forward:
+                before = len(recorder.called)
+                env[node] = _run(node, env)
+                if len(recorder.called) > before:
+                    place[node] = before
+            pairs = _with_tangents(inputs, results[:outputs], env)
+            if pairs:
+                values, gradients = zip(*pairs, strict=True)
+                recorder.follow(values)
+                begun = len(recorder.called)
+                torch.autograd.grad(values, [env[node] for node in trained], gradients, allow_unused=True)
     except Exception as error:  # of any kind: an operator without a derivative, or whose shapes the file has otherwise
         log.debug("forward cannot be traced again: %s", error)
         return False
-    for node, call in calls.items():
-        if CALL in call.meta:
-            node.meta[CALL] = call.meta[CALL]
-    if not ends:
+    called = recorder.called
+    for node, at in place.items():
+        node.meta[CALL] = called[at].number
+    if begun is None:
         return False
-    place = {node: at for at, node in enumerate(traced)}
-    begun = place[ends[0]] + 1
-    saved = traced[max((place[call] for call in calls.values() if call in place), default=0) + 1 : begun]
+    saved = called[max(place.values(), default=0) + 1 : begun]
     for node in between:
-        like = next((other for other in saved if _is_like(node, other)), None)
+        like = next((call for call in saved if _key_of_call(call) == _key(node)), None)
         if like is not None:
             saved.remove(like)
         early = like is not None or node.target is operator.getitem
         node.meta["partitioner_tag"] = "is_forward" if early else "is_backward"
     backward = [node for node in nodes if node.meta.get("partitioner_tag") == "is_backward"]
-    return _matched(backward, traced[begun:])
+    return _matched(backward, called[begun:])
+
+
+def _with_tangents(
+    inputs: Sequence[fx.Node], results: Sequence[Any], env: Mapping[fx.Node, Any]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each of forward's results that has a gradient, and that gradient; none where the file has others."""
+    tangents = iter([env[node] for node in inputs if node.name.startswith(TANGENTS)])
+    returned = [env[node] for node in results if isinstance(node, fx.Node)]
+    pairs = [(value, next(tangents, None)) for value in returned if value.requires_grad]
+    fitting = [(value, tangent) for value, tangent in pairs if tangent is not None and tangent.shape == value.shape]
+    return fitting if len(fitting) == len(pairs) else []
 
 
 def _forward(nodes: Sequence[fx.Node], results: Sequence[Any]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -128,43 +126,54 @@ def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     return DIFFERENTIABLE.get(target, target)(*args, **kwargs)
 
 
-def _matched(backward: Sequence[fx.Node], traced: Sequence[fx.Node]) -> bool:
-    """Give each operator of the text the numbers of the operator of the trace that stands for it, where one does."""
-    pairs = _in_turn(backward, traced)
-    if not _are_all(backward, pairs):
-        own_keys, other_keys = ([(_name(each), str(_shapes(each))) for each in part] for part in (backward, traced))
-        blocks = difflib.SequenceMatcher(None, own_keys, other_keys, autojunk=False).get_matching_blocks()
-        pairs = {backward[own + at]: traced[other + at] for own, other, size in blocks for at in range(size)}
-    for node, other in pairs.items():
-        node.meta |= {key: other.meta[key] for key in (CALL, SUM_OF_GRADIENTS) if key in other.meta}
-        if node.target != other.target:  # autograd computes it in place
+def _matched(backward: Sequence[fx.Node], called: Sequence[Called]) -> bool:
+    """Give each operator of the text the number of the call that stands for it, where one does."""
+    nodes = [node for node in backward if node.op == "call_function" and node.target is not operator.getitem]
+    pairs = _in_turn(nodes, called)
+    if len(pairs) < len(nodes):
+        places = _common([_key(node) for node in nodes], [_key_of_call(each) for each in called])
+        pairs = {nodes[own]: called[other] for own, other in places}
+    for node, call in pairs.items():
+        node.meta |= {CALL: call.number} | ({SUM_OF_GRADIENTS: True} if call.adds else {})
+        if node.target != call.target:  # autograd computes it in place
             node.meta[WROTE_OVER] = True
-    return _are_all(backward, pairs)
-
-
-def _in_turn(backward: Sequence[fx.Node], traced: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Each operator of the text to the next of the trace that is like it: all there is to do in nearly all graphs."""
-    pairs, rest = {}, iter(traced)
     for node in backward:
-        other = next((other for other in rest if _is_like(node, other)), None)
-        if other is None:
+        if node.target is operator.getitem and node.all_input_nodes[0] in pairs:
+            node.meta[CALL] = pairs[node.all_input_nodes[0]].number
+    return len(pairs) == len(nodes)
+
+
+def _in_turn(nodes: Sequence[fx.Node], called: Sequence[Called]) -> dict[fx.Node, Called]:
+    """Each operator of the text to the next call that is like it: all there is to do in nearly all graphs."""
+    pairs, rest = {}, iter(called)
+    for node in nodes:
+        key = _key(node)
+        call = next((call for call in rest if _key_of_call(call) == key), None)
+        if call is None:
             break
-        pairs[node] = other
+        pairs[node] = call
     return pairs
 
 
-def _are_all(backward: Sequence[fx.Node], pairs: Mapping[fx.Node, fx.Node]) -> bool:
-    return all(node in pairs or node.target is operator.getitem or node.op == "get_attr" for node in backward)
+def _common(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Places of what two sequences have in common, the longest run first."""
+    numbers: dict[Hashable, int] = {}
+    one, two = ([numbers.setdefault(key, len(numbers)) for key in side] for side in (left, right))
+    blocks = difflib.SequenceMatcher(None, one, two, autojunk=False).get_matching_blocks()
+    return [(own + at, other + at) for own, other, size in blocks for at in range(size)]
 
 
-def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    return _name(node) == _name(other) and _shapes(node) == _shapes(other)
+Key = tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]]
+"""Name of an operator, that of ``add`` for ``add_``, with shape and dtype of each result."""
 
 
-def _name(node: fx.Node) -> str:
-    """The name of an operator, that of ``add`` for ``add_``."""
-    return name_of(node.target).replace("_.", ".")
+def _key(node: fx.Node) -> Key:
+    return _plain(node.target), tuple((tensor.shape, tensor.dtype) for _, tensor in tensors_of(node))
 
 
-def _shapes(node: fx.Node) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for _, tensor in tensors_of(node)]
+def _key_of_call(call: Called) -> Key:
+    return _plain(call.target), call.results
+
+
+def _plain(target: Any) -> str:
+    return name_of(target).replace("_.", ".")

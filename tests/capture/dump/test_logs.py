@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from roamc.capture.dump import files, graphs
 from roamc.options import parse_options
@@ -25,7 +26,7 @@ Pair = tuple[str, str, Plan, str]
 def run_logged(folder: Path, names: Sequence[str], budget: str = "none") -> Path:
     """Compile models in another process, whose log and plans go into ``folder``; return the log."""
     command = (sys.executable, "-m", "tests.capture.dump.logged", str(folder / "plans.json"), budget, *names)
-    environment = {**os.environ, "TORCH_TRACE": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "TORCH_TRACE": str(folder), "OMP_NUM_THREADS": str(torch.get_num_threads())}
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
     (log,) = folder.glob("*.log")
     return log
