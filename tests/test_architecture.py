@@ -20,6 +20,7 @@ FLOOR = tuple(
             "compat",
             "compat_aot",
             "compat_autocast",
+            "compat_calls",
             "compat_dtensor",
             "compat_dynamo",
             "compat_eager",
@@ -120,6 +121,7 @@ COMPAT = (
         for of in (
             "aot",
             "autocast",
+            "calls",
             "dtensor",
             "dynamo",
             "eager",

@@ -358,15 +358,22 @@ class _Stitcher:
         with self.graph.inserting_after(self.last) if self.last is not None else self.graph.inserting_before(None):
             self.last = self.graph.create_node("placeholder", node.target, (), {}, name=node.name)
         self.last.meta = dict(node.meta)
-        if not before.isdisjoint(addresses_of(self.last)):
-            self._moved(self.last)
+        if phase is Phase.BACKWARD and isinstance(self.last.meta.get("val"), torch.Tensor):
+            self._moved(self.last, shared=not before.isdisjoint(addresses_of(self.last)))
         return self.last
 
-    def _moved(self, tangent: fx.Node) -> None:
-        """Give a tangent a storage of its own: that of an input with views is traced as one more view of the input."""
+    def _moved(self, tangent: fx.Node, *, shared: bool) -> None:
+        """Give a tangent the storage that it has when it is handed in: that of a view is traced as a view, too.
+
+        Args:
+            tangent: an input of backward.
+            shared: whether it was traced in the storage of another input.
+        """
         value = value_of(tangent)
         with self.mode or contextlib.nullcontext():
             own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        if not shared and own.untyped_storage().nbytes() == value.untyped_storage().nbytes():
+            return
         tangent.meta["val"] = with_bits(own, conj=value.is_conj(), neg=value.is_neg())
         self.fresh.add(tangent)
 

@@ -71,6 +71,19 @@ def test_roles() -> None:
     assert kinds == sorted(kinds, key=[Role.OUTPUT, Role.GRADIENT].index)
 
 
+def test_a_gradient_of_a_part_takes_what_is_handed_in() -> None:
+    """torch traces it as a part of a tensor that is as large as what the output is a part of."""
+
+    class Part(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[1:-1]
+
+    graph = joint.capture(Part(8, 16), (torch.randn(6, 8),), {}, "part")
+    pairs = zip(placeholders(graph.graph), graph.inputs, strict=True)
+    tangents = [node.meta["val"] for node, port in pairs if port.role is Role.TANGENT]
+    assert [(tuple(tangent.shape), tangent.untyped_storage().nbytes()) for tangent in tangents] == [((4, 16), 256)]
+
+
 def test_saved_tensors_are_named_in_the_order_of_the_backward() -> None:
     _, _, (forward, backward), outputs, static = halves_of("several outputs")
     graph = joint.stitch(forward, backward, outputs, static, "n")

@@ -35,7 +35,7 @@ GOOD = ("same", "noted", "unlogged", "left out")
 UNLOGGED = graphs.LEFT_OUT
 """In a note: the log lacks operators that the model has, and no plan of it can be that of the model."""
 
-NOTED = ("estimated", "eager's peak may be lower", UNLOGGED)
+NOTED = ("estimated", "eager's peak may be lower", "each peak may be wrong", UNLOGGED)
 """In notes that say what may be other than live."""
 
 
