@@ -30,19 +30,20 @@ def noted() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        last = _last(traceback.extract_tb(error.__traceback__))
+        last, layer = _last(traceback.extract_tb(error.__traceback__)), layer_of_torch(error)
         if last is not None:
-            error.add_note(f"at {last.filename}:{last.lineno}, in {last.name}: {last.line}{_module_of_torch(error)}")
+            inside = f" (in {layer})" if layer else ""
+            error.add_note(f"at {last.filename}:{last.lineno}, in {last.name}: {last.line}{inside}")
         raise
 
 
-def _module_of_torch(error: Exception) -> str:
-    """Say in whose ``forward`` the error was raised if that is a module of torch; "" otherwise."""
+def layer_of_torch(error: Exception) -> str:
+    """Return in whose ``forward`` the error was raised, such as ``Linear(...)``, if it is a layer of torch; else ""."""
     calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
     module = calls[-1].f_locals.get("self") if calls else None
     if not isinstance(module, nn.Module) or not type(module).__module__.startswith("torch.nn."):
         return ""
-    return "" if list(module.children()) else f" (in {module})"
+    return "" if list(module.children()) else str(module)
 
 
 def in_front(error: Exception) -> str:

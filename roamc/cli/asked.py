@@ -232,6 +232,11 @@ class Request:
         """Whether the target is a file of torch's, and no model."""
         return bool(self.is_dump or self.is_archive)
 
+    @property
+    def begins(self) -> str:
+        """What is done first, as progress names it."""
+        return f"{'reading' if self.is_file else 'building'} {self.target}"
+
 
 @dataclass(frozen=True)
 class Asked:

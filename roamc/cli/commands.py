@@ -252,7 +252,7 @@ def largest_size(
             raise OptionError(f"--{size} is what max-batch looks for: leave it out")
         budget, number = (asked.budgets or (None,))[0], _stage_number(asked.stage)
         request = dataclasses.replace(asked.request, memory_budget=budget, stage=number)
-        with Stages(f"building {request.target}") as stages:
+        with Stages(request.begins) as stages:
             from roamc.cli.request import largest as search
             from roamc.report.text import show_plan
 
@@ -465,7 +465,7 @@ def _several(request: Request, budgets: tuple[str, ...], save: Path | None, as_j
     """Print one row for each budget; end with code 2 if one cannot be kept."""
     if save is not None:
         raise OptionError("--save writes one plan: give one --memory-budget")
-    with Stages(f"building {request.target}") as stages:
+    with Stages(request.begins) as stages:
         from roamc.cli.request import points
         from roamc.report.text import show_points
 
@@ -484,7 +484,7 @@ def _stages(request: Request, budgets: tuple[str, ...], save: Path | None, as_js
         raise OptionError(
             f"--stage {ALL} plans each stage once: leave --save out, and give one --memory-budget at most"
         )
-    with Stages(f"building {request.target}") as shown:
+    with Stages(request.begins) as shown:
         from roamc.cli.request import stages
         from roamc.cli.stages import HEADINGS, ON_THE_RIGHT, fullest, rows
         from roamc.report.text import show_plan
@@ -516,7 +516,7 @@ def _only(budgets: tuple[str, ...]) -> str | None:
 
 
 def _explained(request: Request, source: bool = False, curve: bool = False, drawn: bool = False) -> Explained:
-    with Stages(f"building {request.target}") as stages:
+    with Stages(request.begins) as stages:
         from roamc.cli.request import explained
 
         return explained(request, source=source, curve=curve, drawn=drawn, say=stages.now)

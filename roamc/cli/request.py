@@ -32,7 +32,7 @@ from roamc.frontends.arguments import check_clip
 from roamc.frontends.largest import Fit, Largest
 from roamc.frontends.max_batch import check_options, check_sizes, limits_batch
 from roamc.frontends.mesh import Mesh, check_tokens, noted, notes_on, on_mesh, parse_mesh, running_split
-from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings, total_bytes
+from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings
 from roamc.frontends.workload import OPTIMIZERS, Workload, capture, from_file
 from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options
@@ -188,7 +188,7 @@ def stages(request: Request, *, say: Say = lambda stage: None) -> tuple[StagePla
             if ends not in captures:
                 captures[ends] = _captured(each, options, mesh, say)
             graph, seconds = captures[ends]
-            graph = copied(graph).replace(in_flight=_stage(each).in_flight)
+            graph = copied(graph).replace(**_stage(each).of_graph)
             results.append(_stage_plan(each, graph, options, seconds, say))
     return (*results[1:], results[0])
 
@@ -210,7 +210,7 @@ def _stage_plan(request: Request, graph: TrainGraph, options: Options, seconds: 
         stage,
         plan,
         step_seconds(planned.graph, profile),
-        fits=not plan.room_bytes or total_bytes(plan) <= plan.room_bytes,
+        fits=plan.fits is not False,
     )
 
 
@@ -295,7 +295,7 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
     notes += ends_note(settings_of(request.target), _stage(request))
     if request.target in MODELS and Path(request.target, "config.json").is_file():
         notes = (f"this is the built-in model; ./{request.target} plans the folder of that name", *notes)
-    graph = graph.replace(in_flight=_stage(request).in_flight, notes=(*graph.notes, *notes))
+    graph = graph.replace(**_stage(request).of_graph, notes=(*graph.notes, *notes))
     return devices.noted(graph, options, _device(request)), time.perf_counter() - start
 
 

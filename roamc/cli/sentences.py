@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import traceback
 from pathlib import Path
 
@@ -33,11 +32,25 @@ def sentence(error: Exception, debug: bool) -> str:
         return _said_of_file(error)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}: {error.msg}"
-    frames = [frame for frame in traceback.extract_tb(sys.exc_info()[2]) if "site-packages" not in frame.filename]
-    frames = [frame for frame in frames if Path(roamc.__file__).parent not in Path(frame.filename).parents] or frames
-    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
-    more = NO_GPU if any(said in lines[0] for said in _WITHOUT_GPU) else ""
+    where, more = _place(error), NO_GPU if any(said in lines[0] for said in _WITHOUT_GPU) else ""
     return f"{where}{type(error).__name__}: {lines[0]}{more}" + ("" if debug else " (--debug shows the traceback)")
+
+
+def _place(error: Exception) -> str:
+    """Where an error was raised, in front of it: the user's line, or the layer of torch's that roamc itself has called.
+
+    It is a line of roamc if roamc raised it.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(roamc.__file__).parent in Path(frame.filename).parents]
+    users = [frame for frame in frames if frame not in ours and "site-packages" not in frame.filename]
+    last = users[-1] if users else frames[-1] if frames and frames[-1] in ours else None
+    if last is not None:
+        return f"{Path(last.filename).name}:{last.lineno}: "
+    from roamc.capture.user_line import layer_of_torch
+
+    layer = layer_of_torch(error)
+    return f"in {layer}: " if layer else ""
 
 
 def _said_of_file(error: OSError) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roamc.frontends.stages import Stage, total_bytes
+from roamc.frontends.stages import Stage
 from roamc.planning.plan import Plan
-from roamc.units import Bytes, Seconds, format_bytes
+from roamc.units import Seconds, format_bytes
 
 HEADINGS = ("stage", "ends", "in flight", "peak", "needs", "in all", "time", "")
 """Of the table that :func:`rows` returns. "in all" counts what is fixed as well; "time" is that of one micro-batch."""
@@ -33,20 +33,15 @@ class StagePlan:
     seconds: Seconds
     fits: bool
 
-    @property
-    def total_bytes(self) -> Bytes:
-        """What the stage needs with parameters, optimizer state, inputs and sums of gradients."""
-        return total_bytes(self.plan)
-
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, the sum of all bytes, and the fields of the plan as plain data, ready for JSON."""
-        own = {"stage": self.stage.number, "total_bytes": self.total_bytes, "micro_batch_seconds": self.seconds}
+        """Return the fields, and those of the plan, as plain data, ready for JSON."""
+        own = {"stage": self.stage.number, "micro_batch_seconds": self.seconds}
         return {**self.plan.report(), **own, "fits": self.fits}
 
 
 def fullest(stages: Sequence[StagePlan]) -> StagePlan:
     """Return the stage with the most bytes in all, the first of equals."""
-    return max(stages, key=lambda each: each.total_bytes)
+    return max(stages, key=lambda each: each.plan.total_bytes)
 
 
 def rows(stages: Sequence[StagePlan]) -> list[tuple[str, ...]]:
@@ -59,7 +54,7 @@ def rows(stages: Sequence[StagePlan]) -> list[tuple[str, ...]]:
             str(each.stage.in_flight),
             format_bytes(each.plan.peak_bytes),
             format_bytes(each.plan.needed_bytes),
-            format_bytes(each.total_bytes),
+            format_bytes(each.plan.total_bytes),
             f"{each.seconds * 1e3:.1f} ms",
             ", ".join([*(["fullest"] if each is most else []), *([] if each.fits else ["does not fit"])]),
         )

@@ -24,7 +24,7 @@ from roamc.frontends.compiled_again import Carried
 from roamc.frontends.eager_calls import checked
 from roamc.frontends.mesh import Mesh, check_tokens, notes_on, parse_mesh, part_of, running_split
 from roamc.frontends.record import Record
-from roamc.frontends.stages import stage_note, stage_of
+from roamc.frontends.stages import Stage, stage_note, stage_of
 from roamc.frontends.train_step import TrainStep
 from roamc.frontends.workload import Workload, capture, optimizer_of, with_loss
 from roamc.graph import TrainGraph
@@ -194,7 +194,7 @@ def plan(
     planned_for = devices.asked_for(device, settings.get("gpu"), model)
     step = _Step(loss_fn, clip_grad_norm, forward_backward, planned_for, named, settings)
     if mesh is None and stage is None:
-        return step.plan(model, batch, optimizer, 1)
+        return step.plan(model, batch, optimizer, Stage())
     return _plan_on(parse_mesh(mesh or {}), stage, model, batch, optimizer, tp_plan, step.plan)
 
 
@@ -228,9 +228,9 @@ class _Step:
     settings: dict[str, Any]
 
     def plan(
-        self, model: nn.Module, batch: tuple[Any, ...], optimizer: torch.optim.Optimizer | None, in_flight: int
+        self, model: nn.Module, batch: tuple[Any, ...], optimizer: torch.optim.Optimizer | None, stage: Stage
     ) -> Plan:
-        """Return the plan of a model with ``in_flight`` micro-batches in flight."""
+        """Return the plan of a model that is a pipeline's stage, or all of it."""
         options, limit = devices.options_for(self.settings, self.device), self.clip_grad_norm
         make = None if optimizer is None else lambda parameters: optimizer
         workload = Workload(type(model).__name__, model, batch, self.loss_fn, make, named=self.named)
@@ -242,11 +242,11 @@ class _Step:
             else:
                 step_or_graph = with_loss(workload, limit, device=self.device)
             if isinstance(step_or_graph, TrainGraph):
-                noted = devices.noted(step_or_graph, options, self.device).replace(in_flight=in_flight)
+                noted = devices.noted(step_or_graph, options, self.device).replace(**stage.of_graph)
                 return together.alone(noted, options).plan
         assert step_or_graph.loss_fn is not None
         step = TrainStep(model, step_or_graph.loss_fn, optimizer or optimizer_of(step_or_graph), options, limit)
-        step_plan = step.plan_in_flight(in_flight, batch, self.named, self.device)
+        step_plan = step.plan_of_stage(stage, batch, self.named, self.device)
         return dataclasses.replace(step_plan, notes=(*step_plan.notes, *step_or_graph.notes))
 
 
@@ -259,7 +259,7 @@ def _plan_on(
     tp_plan: Mapping[str, str] | None,
     planned: Callable[..., Plan],
 ) -> Plan:
-    """The plan of one rank of ``mesh``, in stage ``number``, by ``planned(model, batch, optimizer, in_flight)``."""
+    """The plan of one rank of ``mesh``, in stage ``number``, by ``planned(model, batch, optimizer, stage)``."""
     if mesh.pp > 1 and number is None:
         raise OptionError(
             f"pp={mesh.pp}: roamc.plan plans the module that it gets; give it the layers of one stage, and the number "
@@ -269,7 +269,7 @@ def _plan_on(
     with mesh.planned_for():
         part, its_optimizer = part_of(model, optimizer, mesh, tp_plan)
         with running_split(part, mesh, tp_plan):
-            rank_plan = planned(part, batch, its_optimizer, stage.in_flight)
+            rank_plan = planned(part, batch, its_optimizer, stage)
     check_tokens(rank_plan)
     notes = (stage_note(rank_plan, stage),) if mesh.pp > 1 else ()
     return dataclasses.replace(rank_plan, notes=(*rank_plan.notes, *notes_on(part, mesh, tp_plan), *notes))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from roamc.errors import OptionError
-from roamc.gpus import rounding
-from roamc.graph import Role
+from roamc.graph.memory import SUMS
 from roamc.planning.plan import Plan
 from roamc.settings import EMBEDDING, HEAD, Setting
-from roamc.units import Bytes, format_bytes
+from roamc.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Stage:
         al., arXiv 2104.04473, section 2.2).
         """
         return self.count - self.number
+
+    @property
+    def of_graph(self) -> dict[str, Any]:
+        """The fields of the graph of a stage's step that say so."""
+        return {"in_flight": self.in_flight, "sums": self.count > 1}
 
     @property
     def ends(self) -> dict[str, Setting]:
@@ -104,12 +109,6 @@ def ends_note(defaults: Mapping[str, Setting], stage: Stage) -> tuple[str, ...]:
     return ("this model cannot run without its ends: the stage includes embedding, head and loss",)
 
 
-def total_bytes(plan: Plan) -> Bytes:
-    """Return the total of a stage's plan, with the sum of each gradient over micro-batches, on a GPU rounded too."""
-    gradients = _gradient_bytes(plan)
-    return plan.total_bytes + gradients + (rounding(gradients) if plan.margin_bytes else 0)
-
-
 def stage_note(plan: Plan, stage: Stage, layers: int | None = None) -> str:
     """Return a sentence on what a stage holds.
 
@@ -123,13 +122,9 @@ def stage_note(plan: Plan, stage: Stage, layers: int | None = None) -> str:
     if stage.in_flight > 1:
         each = format_bytes(plan.waiting_bytes // (stage.in_flight - 1))
         flight = f"{stage.in_flight} micro-batches in flight (each waiting one holds {each})"
-    needed, total = format_bytes(plan.needed_bytes), format_bytes(total_bytes(plan))
+    needed, total = format_bytes(plan.needed_bytes), format_bytes(plan.total_bytes)
     return (
         f"stage {stage.number} of pp={stage.count}{of_layers} has {flight}: it needs {needed} (what a budget limits), "
-        f"or {total} with what is fixed and {format_bytes(_gradient_bytes(plan))} of accumulated "
-        "gradients; times and bytes sent are for one micro-batch; roamc does not run the pipeline"
+        f"or {total} with what is fixed, {format_bytes(plan.fixed_bytes.get(SUMS, 0))} of accumulated gradients "
+        "among it; times and bytes sent are for one micro-batch; roamc does not run the pipeline"
     )
-
-
-def _gradient_bytes(plan: Plan) -> Bytes:
-    return plan.fixed_bytes.get(Role.PARAMETER.value, 0)

@@ -42,6 +42,7 @@ from roamc.frontends.arguments import (
 from roamc.frontends.bound_step import BoundStep
 from roamc.frontends.devices import noted
 from roamc.frontends.returned_loss import with_advice
+from roamc.frontends.stages import Stage
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.ranks import batch_of
 from roamc.interruptions import TRACED, interruption, uninterrupted
@@ -214,15 +215,15 @@ class TrainStep:
             CaptureError: this batch or model cannot be captured; says what to do.
             BudgetError: the plan does not fit ``memory_budget``.
         """
-        return self.plan_in_flight(1, batch, named)
+        return self.plan_of_stage(Stage(), batch, named)
 
-    def plan_in_flight(
-        self, in_flight: int, batch: tuple[Any, ...], named: dict[str, Any], device: torch.device = CPU
+    def plan_of_stage(
+        self, stage: Stage, batch: tuple[Any, ...], named: dict[str, Any], device: torch.device = CPU
     ) -> Plan:
         """Plan the step of one micro-batch of a pipeline's stage, as :meth:`plan`.
 
         Args:
-            in_flight: how many micro-batches run forward before one runs backward; 1 for no pipeline.
+            stage: what the model is of a pipeline.
             batch: positional arguments of the step.
             named: keyword arguments of the step.
             device: the device to plan for, as for :func:`roamc.frontends.workload.capture`.
@@ -234,7 +235,7 @@ class TrainStep:
         with self._told():
             with traced_for(device):
                 captured, _, seconds = _captured(request)
-            graph = noted(moved(captured.graph, device), self.options, device).replace(in_flight=in_flight)
+            graph = noted(moved(captured.graph, device), self.options, device).replace(**stage.of_graph)
             planned = together.alone(graph, self.options, self._meeting(captured))
         planned.plan.seconds["capture"] = seconds  # type: ignore[index]
         return planned.plan

@@ -512,6 +512,9 @@ def written_inputs(graph: TrainGraph, nodes: Iterable[fx.Node]) -> set[str]:
 ASSUMED_STATE = f"assumed {Role.OPTIMIZER_STATE.value}"
 """Among :func:`input_bytes`: states of an optimizer that the graph does not have."""
 
+SUMS = "accumulated gradient"
+"""Among :func:`input_bytes`: sums of gradients over micro-batches."""
+
 
 def held_storages(graph: TrainGraph) -> Iterator[tuple[fx.Node, Port, StorageId]]:
     """Yield each storage of inputs with its input's node and port, tangents left out.
@@ -529,9 +532,12 @@ def held_storages(graph: TrainGraph) -> Iterator[tuple[fx.Node, Port, StorageId]
 def input_bytes(graph: TrainGraph) -> dict[str, Bytes]:
     """Return the bytes of :func:`held_storages` by the value of the inputs' :class:`Role`, such as "parameter".
 
-    What is assumed of an optimizer that the graph does not have is there as :data:`ASSUMED_STATE`.
+    What is assumed of an optimizer that the graph does not have is there as :data:`ASSUMED_STATE`, and sums of
+    gradients over micro-batches, one for each parameter, as :data:`SUMS`.
     """
     total: dict[str, Bytes] = {}
     for _, port, storage in held_storages(graph):
         total[port.role.value] = total.get(port.role.value, 0) + storage.nbytes
-    return total | ({ASSUMED_STATE: graph.assumed_state} if graph.assumed_state else {})
+    sums = total.get(Role.PARAMETER.value, 0) if graph.sums else 0
+    more = {ASSUMED_STATE: graph.assumed_state or 0, SUMS: sums}
+    return total | {name: size for name, size in more.items() if size}

@@ -176,6 +176,7 @@ class TrainGraph:
             others waits meanwhile. Above 1, all of FORWARD runs in front of all of BACKWARD.
         assumed_state: bytes of the states of an optimizer that the graph does not have, by the user's word; None where
             nothing is assumed of one.
+        sums: whether gradients of several micro-batches are summed, in memory of their own: in a pipeline's stage.
         calls: whether ``in_flight`` counts calls of one module that run forward before a backward, instead of
             micro-batches of a pipeline. The caller holds the inputs and the outputs of each.
     """
@@ -201,6 +202,7 @@ class TrainGraph:
     same_plan: tuple[SamePlan, ...] = field(default=(), repr=False)
     in_flight: int = 1
     assumed_state: Bytes | None = None
+    sums: bool = False
     calls: bool = False
 
     @property

@@ -343,10 +343,11 @@ class Plan:
             return ""
         whole = f"what {self.against_room[1]} leaves for the step" if self.budget_bytes == self.left_bytes else ""
         needed = format_apart(self._taken_bytes, self.budget_bytes)[0]
+        lost = ", what the allocator loses by rounding among it" if self._taken_bytes > self.needed_bytes else ""
         if self._taken_bytes > self.budget_bytes:
-            return "; ".join(filter(None, (whole, f"exceeded: {needed} needed")))
+            return "; ".join(filter(None, (whole, f"exceeded: {needed} needed{lost}")))
         free = self.budget_bytes >= self.baseline_needed_bytes and not any(self._changed)  # any plan needs less
-        return "; ".join(filter(None, (whole, f"it does not bind: {needed} needed" if free else "")))
+        return "; ".join(filter(None, (whole, f"it does not bind: {needed} needed{lost}" if free else "")))
 
     @property
     def _changed(self) -> tuple[int, int]:
@@ -441,7 +442,8 @@ _INSIDE = "on top of the peak: operator workspace and tensor objects, estimated"
 
 HELD = {
     "parameter": "parameters", "buffer": "buffers", "optimizer state": "optimizer state",
-    "assumed optimizer state": "assumed optimizer state", "input": "inputs",
+    "assumed optimizer state": "assumed optimizer state", "accumulated gradient": "accumulated gradients",
+    "input": "inputs",
 }  # fmt: skip
 """Roles of ``fixed_bytes`` in the words of sentences and pages."""
 

@@ -368,7 +368,7 @@ def allocating(graph: TrainGraph) -> tuple[Allocating, ...]:
 
 def held(graph: TrainGraph) -> tuple[Held, ...]:
     """Return what the caller holds by module, most bytes first; their sum is that of ``Plan.fixed_bytes`` but for
-    assumed optimizer state.
+    assumed optimizer state and sums of gradients.
 
     A state belongs to the module of its parameter, and memory that several modules share to the first of them. Nothing
     is returned if the graph knows no modules.

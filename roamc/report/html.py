@@ -29,7 +29,7 @@ from roamc.units import Bytes, format_bytes, format_parts
 TIMELINE, ARENA, OUTSIDE = 240, 440, 110
 """Heights of the plots in pixels."""
 
-BASE = ("parameter", "optimizer state", "assumed optimizer state", "buffer", "input")
+BASE = ("parameter", "optimizer state", "assumed optimizer state", "accumulated gradient", "buffer", "input")
 """Roles of ``Plan.fixed_bytes``, the base of the charts from below; others count as inputs."""
 
 MEANING = {

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from roamc.cli import zoo
+from roamc.cli.commands import app
 from roamc.cli.models import MODELS
 from roamc.errors import CaptureError, OptionError
 from roamc.frontends.workload import capture, from_file, made
@@ -217,6 +219,16 @@ def test_a_dictionary_of_inputs_goes_in_as_the_function_takes_it(by_name: bool, 
     loss_fn = loss_by_name if by_name else loss_of_one
     assert not capture(made("step", (model, inputs, loss_fn))).boundary
     assert capture(made("halves", (model, inputs, loss_fn)), forward_backward=True).boundary
+
+
+def test_a_layer_that_refuses_its_input_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\ndef make():\n"
+        "    return nn.Sequential(nn.Linear(16, 32), nn.Linear(31, 4)), torch.randn(4, 16)\n"
+    )
+    said = CliRunner().invoke(app, ["plan", f"{path}:make"]).stderr
+    assert "error: in Linear(in_features=31, out_features=4, bias=True): RuntimeError: a and b must have" in said
 
 
 def test_none_in_the_place_of_loss_and_optimizer_is_as_if_left_out() -> None:
