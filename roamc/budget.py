@@ -30,6 +30,9 @@ BYTES = 1 << 20
 FEW = 1_000
 """A number of fewer bytes lacks its unit: no step takes so little."""
 
+FEW_WRITTEN = 100_000
+"""The same of a text, such as "6000", which stands for megabytes elsewhere."""
+
 KINDS = (
     'give a size such as "6GiB", a share of what eager holds such as "80%", a share of time that may be added such as '
     '"+1%", a size in all such as "total:40GB", or "min", "light" or "device"'
@@ -47,7 +50,7 @@ def parse_budget(budget: object) -> Budget | None:
 
     Raises:
         OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``; or it is 0, a
-            share above 100 %, or a number below :data:`FEW` without a unit.
+            share above 100 %, or a number below :data:`FEW`, a text below :data:`FEW_WRITTEN`, without a unit.
     """
     budget = budget.strip() if isinstance(budget, str) else budget
     if budget is None or budget in ("min", LIGHT, "device"):
@@ -68,6 +71,8 @@ def parse_budget(budget: object) -> Budget | None:
         if count < FEW and str(budget).isdecimal():
             percent = f" or '{count}%'" if count <= 100 else ""
             raise OptionError(f"{budget!r} is {count} bytes; did you mean '{count}GB'{percent}?")
+        if count < FEW_WRITTEN and isinstance(budget, str) and budget.isdecimal():
+            raise OptionError(f"{budget!r} is {count} bytes; did you mean '{count}MB'?")
     except OptionError as error:
         raise OptionError(f"memory_budget: {error}") from None
     return budget if share else count  # type: ignore[return-value]

@@ -299,6 +299,7 @@ def test_explain_says_what_is_recomputed() -> None:
         (["plan", "gpt", "--option", "ordr=program"], "did you mean 'order'?"),
         (["plan", "gpt", "--memory-budget", "lots"], "not a size"),
         (["plan", "gpt", "--memory-budget", "6"], "'6' is 6 bytes; did you mean '6GB' or '6%'?"),
+        (["plan", "gpt", "--memory-budget", "6000"], "'6000' is 6000 bytes; did you mean '6000MB'?"),
         (["plan", "gpt", "--memory-budget", "500%", "--memory-budget", "min"], "'500%' is above 100%"),
         (["plan", "gpt", *SMALL, "--option", "order=none"], "unknown order"),
         (["plan", "gpt", *SMALL, "--save", "no/such/folder/plan.json"], "no/such/folder: no such folder"),
