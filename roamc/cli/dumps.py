@@ -95,7 +95,7 @@ def _check_sizes(request: Request, dumps: Sequence[Dump]) -> None:
     symbols = {name for dump in dumps for name in dump.symbols}
     unknown = next((name for name in _sizes(request) if name not in symbols), None)
     if unknown is not None:
-        raise OptionError(no_size(request.target, unknown, symbols))
+        raise OptionError(no_size(request.target, unknown, {name: name for name in symbols}))
 
 
 def pieces_in(request: Request) -> tuple[Piece, ...]:
@@ -204,7 +204,7 @@ def workload_in(request: Request) -> Workload:
             )
     model = Exported(program, sizes_of(program, asked))
     notes = program.notes
-    kept = [f"{name} = {size}" for name, size in program.exported.items() if name not in asked]
+    kept = [f"{program.described(name)} = {size}" for name, size in program.exported.items() if name not in asked]
     if kept:
         notes = (f"sizes as at the export: {', '.join(kept)}; --set {kept[0].split()[0]}=N plans another", *notes)
     if program.losses > 1:

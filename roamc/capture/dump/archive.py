@@ -144,6 +144,13 @@ class Program:
     on_cuda: bool
     notes: tuple[str, ...]
 
+    def described(self, symbol: str) -> str:
+        """Return a symbol with the first place where an input has it, such as ``s77 (dimension 0 of x)``."""
+        sizes = ((name, at, str(size)) for name, each in self.batch for at, size in enumerate(each.shape))
+        alone = re.compile(rf"{re.escape(symbol)}|Symbol\('{re.escape(symbol)}'[^()]*\)")
+        place = next((f" (dimension {at} of {name})" for name, at, size in sizes if alone.fullmatch(size)), "")
+        return f"{symbol}{place}"
+
 
 def read(path: str, piece: str | None = None) -> Program:
     """Return the forward in an archive.

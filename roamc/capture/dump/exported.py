@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -45,7 +45,7 @@ def sizes_of(program: Program, asked: Mapping[str, int]) -> Sizes:
     symbols = program.exported.keys() | program.ranges.keys()
     for name, value in asked.items():
         if name not in symbols:
-            raise OptionError(no_size(program.path, name, symbols))
+            raise OptionError(no_size(program.path, name, {each: program.described(each) for each in symbols}))
         least, most = program.ranges.get(name, (None, None))
         if (least is not None and value < least) or (most is not None and value > most):
             span = f"{least or 0} and more" if most is None else f"{least or 0} to {most}"
@@ -53,9 +53,9 @@ def sizes_of(program: Program, asked: Mapping[str, int]) -> Sizes:
     return Sizes({**program.exported, **asked}, program.path)
 
 
-def no_size(path: str, name: str, symbols: Collection[str]) -> str:
-    """Return the sentence that a file has no symbolic size of this name, only ``symbols``."""
-    listed = f" Sizes: {', '.join(sorted(symbols))}" if symbols else " All of its sizes are fixed"
+def no_size(path: str, name: str, symbols: Mapping[str, str]) -> str:
+    """Return the sentence that a file has no symbolic size of this name, only ``symbols``, each with what it is."""
+    listed = f" Sizes: {', '.join(symbols[each] for each in sorted(symbols))}" if symbols else " All of its sizes are fixed"
     return f"{path} has no size {name!r}{nearest(name, symbols)}{listed}"
 
 
