@@ -316,7 +316,7 @@ def measure(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure how fast this machine runs each kind of operator, for time predictions. Takes about ten seconds.
+    """Measure how fast this machine runs each kind of operator, for time predictions. Takes up to a minute.
 
     Later runs use the result automatically. Under torchrun, the links between the ranks are measured as well:
     torchrun --nproc-per-node 8 -m roamc calibrate --device cuda
