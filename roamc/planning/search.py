@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from roamc import cost
+from roamc import cost, ticker
 from roamc.budget import LIGHT, Budget
 from roamc.cost import collectives, utilisation
 from roamc.errors import REQUIRED, OptionError, nearest
@@ -38,7 +38,7 @@ from roamc.planning.plan_maker import PlanMaker, above_eager, fresh, left_by, pr
 from roamc.planning.planned import Planned, Terms, check_budget
 from roamc.planning.stopwatch import Stopwatch
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
-from roamc.units import Bytes, Seconds
+from roamc.units import Bytes, Seconds, format_bytes
 
 FEW_RERUNS = 0.01
 """Reruns are few if they add at most this share of a step's time. The order of pass reorder is chosen for the peak
@@ -319,6 +319,7 @@ class PlanSearch:
         choice.forget()
 
         def attempt(target: Bytes) -> _Attempt:
+            ticker.say(f"{retain.NAME}: what runs again for a peak of {format_bytes(target)}")
             with self._watch.of(retain.NAME):
                 decision = choice.decide(target, first=first)
             strained = decision.peak_bytes > target
@@ -358,6 +359,7 @@ class PlanSearch:
 
     def _lowest(self, choice: retain.Choice, terms: Terms, *, together: bool = False) -> Planned:
         plans = list[Planned]()
+        ticker.say(f"{retain.NAME}: what runs again for the lowest peak")
         with self._watch.of(retain.NAME):
             lowest = choice.lowest(together=together)
         for decision in lowest:
