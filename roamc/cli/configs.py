@@ -35,7 +35,7 @@ LONGEST = 2048
 """Length of a sequence if none is asked for, as far as the model has places for so many tokens."""
 
 LONGEST_FILE = 1 << 24
-"""Characters of a configuration's file: a path may be a device that never ends."""
+"""Bytes of a configuration's file: a path may be a device that never ends."""
 
 _OWN = ("batch", "seq", "dtype", "task", "lora", "attention_mask")
 """Settings that are not fields of the configuration."""
@@ -147,12 +147,12 @@ def _read(target: str) -> dict[str, Any]:
         path /= "config.json"
         if not path.is_file():
             raise OptionError(f"{target} {_DIFFUSERS if pipeline else 'has no config.json, and no log of TORCH_TRACE'}")
-    with path.open(encoding="utf-8") as file:
-        text = file.read(LONGEST_FILE + 1)
-    if len(text) > LONGEST_FILE:
+    with path.open("rb") as file:
+        content = file.read(LONGEST_FILE + 1)
+    if len(content) > LONGEST_FILE:
         raise OptionError(f"{path} is longer than any configuration")
     try:
-        data = json.loads(text)
+        data = json.loads(content)
     except ValueError as error:
         raise OptionError(f"{path} is no JSON: {error}") from None
     if isinstance(data, dict) and ("_diffusers_version" in data or "_class_name" in data):

@@ -59,7 +59,7 @@ def number(joint: fx.GraphModule, outputs: int) -> bool:
             for node in forward:
                 before = len(recorder.called)
                 env[node] = _run(node, env)
-                if len(recorder.called) > before:
+                if node.op == "call_function" and len(recorder.called) > before:
                     place[node] = before
             pairs = _with_tangents(inputs, results[:outputs], env)
             if pairs:
