@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roamc.compat import quiet_meta
+from roamc.compat_hooks import nodes_behind
 from roamc.compat_operators import tensors_in
 
 
@@ -57,7 +58,7 @@ class Recorder(TorchDispatchMode):
 
     def follow(self, outputs: Sequence[torch.Tensor]) -> None:
         """Note from now on which operators run in the backward of each node behind ``outputs``."""
-        for node in _nodes_behind(outputs):
+        for node in nodes_behind(outputs):
             node.register_prehook(functools.partial(self._enter, node._sequence_nr()))
             node.register_hook(self._leave)
 
@@ -78,14 +79,3 @@ def on_fakes(recorder: Recorder) -> Iterator[None]:
     here = torch.autograd.set_multithreading_enabled(False)
     with mode, enable_python_dispatcher(), quiet_meta(), here, torch.enable_grad(), recorder:
         yield
-
-
-def _nodes_behind(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    waiting: list[Any] = [output.grad_fn for output in outputs]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += (following for following, _ in node.next_functions)
-            yield node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,13 +14,18 @@ from roamc.errors import CaptureError
 
 def leaves_behind(result: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield each leaf tensor of the autograd graph behind ``result`` once."""
-    waiting, seen = [result.grad_fn], {result.grad_fn}
+    return (node.variable for node in nodes_behind([result]) if hasattr(node, "variable"))
+
+
+def nodes_behind(results: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield each node of the autograd graph behind ``results`` once."""
+    waiting: list[Any] = [*dict.fromkeys(result.grad_fn for result in results)]
+    seen = set(waiting)
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         fresh = [before for before, _ in node.next_functions if before not in seen]
         seen.update(fresh)
         waiting.extend(fresh)

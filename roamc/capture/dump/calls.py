@@ -77,7 +77,8 @@ def number(joint: fx.GraphModule, outputs: int) -> bool:
         return False
     saved = called[max(place.values(), default=0) + 1 : begun]
     for node in between:
-        like = next((call for call in saved if _key_of_call(call) == _key(node)), None)
+        key = _key(node)
+        like = next((call for call in saved if _key_of_call(call) == key), None)
         if like is not None:
             saved.remove(like)
         early = like is not None or node.target is operator.getitem

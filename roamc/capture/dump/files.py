@@ -94,17 +94,21 @@ class Dump:
         return replace(without, joint=last) if self.joint is not None else replace(without, backward=last)
 
     @property
+    def texts(self) -> tuple[GraphText, ...]:
+        """The printed graphs that it is made of: one, or two halves."""
+        return tuple(each for each in (self.joint, self.forward, self.backward) if each is not None)
+
+    @property
     def symbols(self) -> frozenset[str]:
         """Names of its symbolic sizes."""
-        texts = [each for each in (self.joint, self.forward, self.backward) if each is not None]
-        said = [each.annotation for graph in texts for each in graph.inputs]
-        said += [each.annotation for graph in texts for each in graph.statements]
+        said = [each.annotation for graph in self.texts for each in graph.inputs]
+        said += [each.annotation for graph in self.texts for each in graph.statements]
         return frozenset(name for annotation in said for name in SYMBOL.findall(annotation or ""))
 
     @property
     def statements(self) -> int:
         """Operators in all."""
-        return sum(len(each.statements) for each in (self.joint, self.forward, self.backward) if each is not None)
+        return sum(len(each.statements) for each in self.texts)
 
 
 def read(target: str) -> tuple[Dump, ...]:

@@ -28,8 +28,7 @@ MOVED = "the file is of a CPU: on a GPU torch may run other operators, such as a
 
 def device_in(dump: Dump) -> torch.device:
     """Return the device of a graph: the GPU that its annotations or constants name, else the CPU."""
-    texts = [each for each in (dump.joint, dump.forward, dump.backward) if each is not None]
-    return next((device for device in map(device_of, texts) if device.type == "cuda"), torch.device("cpu"))
+    return next((device for device in map(device_of, dump.texts) if device.type == "cuda"), torch.device("cpu"))
 
 
 def train_graph(dump: Dump, name: str, sizes: Mapping[str, int], device: torch.device | None = None) -> TrainGraph:
