@@ -171,7 +171,7 @@ class Largest:
             self._low, self.answer = size, planned
             self._factor = min(self._factor, look.limit / max(1, look.least))
         else:
-            self._refused[size] = not quick
+            self._refused[size] = not quick or search.has_lowest
             self._factor = needed / max(1, look.least)
         if self._misled:
             self._refused = {each: certain for each, certain in self._refused.items() if certain}

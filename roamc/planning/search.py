@@ -203,6 +203,11 @@ class PlanSearch:
         """Whether operators may run again, and values be encoded: pass retain is not disabled."""
         return retain.NAME not in self.options.disable
 
+    @property
+    def has_lowest(self) -> bool:
+        """Whether no later run makes a lower plan: that of ``"min"`` is made, as a quick run does for a near budget."""
+        return not self.has_reruns or self.terms.allowed in self._minimum
+
     def run(self, *, quick: bool = False) -> Planned:
         """Return the plan for the budget of the options, and log it; ``quick`` as for :func:`run`.
 

@@ -309,8 +309,8 @@ def test_plan_files_are_refused() -> None:
 class Misleading:
     """A search for plans of a step that needs ``size`` bytes; a quick one finds none in less than a third more."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.fingerprint, self.terms = size, str(size), self
+    def __init__(self, size: int, has_lowest: bool = False) -> None:
+        self.size, self.fingerprint, self.terms, self.has_lowest = size, str(size), self, has_lowest
         self.limit = LIMIT
 
     def least_bytes(self, limit: int) -> int:
@@ -336,3 +336,15 @@ def test_quick_searches_that_refuse_what_fits_do_not_lead_to_small_steps(monkeyp
     fit = search.run()
     assert (fit.size, fit.too_large) == (LIMIT, LIMIT + 1)
     assert len(fit.planned) <= largest.PATIENCE + 2 * 17
+
+
+def test_a_size_that_the_lowest_plan_does_not_fit_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quick search has made the plan of ``"min"`` where that needs little more than the budget: it has the last word."""
+    monkeypatch.setattr(largest, "_lowest", lambda error: error.plan)
+    monkeypatch.setattr(largest.Largest, "_search", lambda self, size: Misleading(size, has_lowest=True))
+    planned: list[int] = []
+    plan = largest.Largest._plan
+    monkeypatch.setattr(largest.Largest, "_plan", lambda self, size: (planned.append(size), plan(self, size)))
+    fit = largest.Largest(lambda size: pytest.fail("captured"), Options(), 1, 1 << 24).run()
+    assert fit.too_large == fit.size + 1
+    assert len(planned) == len(set(planned))
