@@ -128,7 +128,7 @@ def with_loss(
         return replace(workload, loss_fn=own_loss.returned_loss, notes=(*workload.notes, note))
     asked = workload.optimizer_name if told else "" if clip_grad_norm is None else "clip_grad_norm"
     own_loss.check_no_update(graph, asked)
-    return moved(graph, device)
+    return moved(graph.replace(notes=(*graph.notes, *workload.notes)), device)
 
 
 def _capture_update(workload: Workload, clip_grad_norm: float | None, device: torch.device) -> TrainGraph:

@@ -71,6 +71,7 @@ def test_lines_and_modules_are_the_users(tmp_path: Path) -> None:
 def test_a_forward_without_a_loss_is_planned_with_a_gradient_handed_in(tmp_path: Path) -> None:
     path = save(tmp_path / "model.pt2", Small(), (torch.randn(4, 8),))
     assert bytes_of(workload(path)) == bytes_of(Workload("model", Small(), (torch.randn(4, 8),)))
+    assert "said" in capture(Workload("model", Small(), (torch.randn(4, 8),), notes=("said",))).notes
     with pytest.raises(CaptureError, match="has no loss_fn"):
         capture(workload(path, OPTIMIZERS["sgd"]))
 
