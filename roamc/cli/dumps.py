@@ -209,7 +209,20 @@ def workload_in(request: Request) -> Workload:
         notes = (f"sizes as at the export: {', '.join(kept)}; --set {kept[0].split()[0]}=N plans another", *notes)
     if program.losses > 1:
         notes = (*notes, f"the first of {program.losses} scalar outputs is taken for the loss")
+    if not program.losses:
+        _check_no_update(request)
+        notes = (*notes, _NO_LOSS)
     return Workload(_name(request), model, model.batch, notes=notes)
+
+
+_NO_LOSS = "a .pt2 takes no loss_fn beside it: for a training step export a module that returns its loss"
+
+
+def _check_no_update(request: Request) -> None:
+    asked = f"--optimizer {request.optimizer}" if request.optimizer in OPTIMIZERS else ""
+    asked = asked or ("" if request.clip_grad_norm is None else "--clip-grad-norm")
+    if asked:
+        raise OptionError(f"{request.target} has no loss, so {asked} has nothing to do; {_NO_LOSS}")
 
 
 def _name(request: Request) -> str:

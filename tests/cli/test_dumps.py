@@ -99,7 +99,10 @@ def test_what_an_archive_cannot_answer_is_said(archive: str, tmp_path: Path) -> 
     assert "--size names the one" in run("max-batch", archive, "--gpu", "1GB", code=1).stderr
     assert "no such file" in run("plan", str(tmp_path / "none.pt2"), code=1).stderr
     small = str(save(tmp_path / "small.pt2", Small(), (torch.randn(2, 8),)))
-    assert "has no loss_fn" in run("plan", small, "--optimizer", "adamw", code=1).stderr
+    for asked in (("--optimizer", "adamw"), ("--clip-grad-norm", "1")):
+        said = run("plan", small, *asked, code=1).stderr
+        assert f"small.pt2 has no loss, so {' '.join(asked[:2]).removesuffix(' 1')} has nothing to do; a .pt2" in said
+    assert "export a module that returns its loss" in run("plan", small).stdout
     weights = tmp_path / "weights.pt"
     torch.save(Small().state_dict(), weights)
     assert "weights of torch.save, and no model" in run("plan", str(weights), code=1).stderr
