@@ -247,8 +247,9 @@ def _task(transformers: Any, target: str, config: Any, asked: Setting | None) ->
     named = next((name for name in possible if architecture in classes[name]), None)
     if asked is None and named is None and architecture is not None:
         raise OptionError(
-            f"{target} is of {architecture}, which has no loss that roamc knows; say what it is trained for: "
-            f"{', '.join(f'--task {name}' for name in possible)}"
+            f"{target} is of {architecture}, which has no loss that roamc knows: write a function that returns (model, "
+            "batch), and plan FILE.py:FUNCTION; or plan another class: "
+            f"{', '.join(f'--task {name} for {classes[name][0]}' for name in possible)}"
         )
     return str(asked or named or possible[0])
 

@@ -258,7 +258,8 @@ FAULTS: dict[str, tuple[Any, list[str], str]] = {
     "unknown task": (LLAMA, ["--task", "causal"], "unknown task 'causal'; did you mean 'causal-lm'?"),
     "bare architecture": (
         {**LLAMA, "architectures": ["LlamaModel"]}, [],
-        "is of LlamaModel, which has no loss that roamc knows; say what it is trained for: --task causal-lm, --task ",
+        "is of LlamaModel, which has no loss that roamc knows: write a function that returns (model, batch), and plan "
+        "FILE.py:FUNCTION; or plan another class: --task causal-lm for LlamaForCausalLM, --task ",
     ),
     "unknown field": (LLAMA, ["--set", "num_hiden_layers=1"], "has no field 'num_hiden_layers'; did you mean "),
     "value of a field": (LLAMA, ["--set", "num_hidden_layers=x"], "is refused by transformers: Validation"),
