@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -16,6 +17,34 @@ T = TypeVar("T")
 
 NOT_DATA = MappingProxyType({"roamc_data": False})
 """``metadata`` of a dataclass's field that :func:`plain` leaves out and :func:`read` refuses; it needs a default."""
+
+
+LEVELS = 64
+"""Most lists and objects of JSON in one another: whoever goes through what was read may recurse."""
+
+
+def parse(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return the data of JSON text.
+
+    Args:
+        text: the text; bytes are UTF-8, UTF-16 or UTF-32.
+        pairs: makes an object of its keys and values; without it, a dict in which the last of equal keys counts.
+
+    Raises:
+        ValueError: the text is no JSON, or has more than :data:`LEVELS` levels; says so in one line.
+    """
+    deep = f"it has more than {LEVELS} lists and objects in one another"
+    try:
+        data = json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError(deep) from None
+    level = [data]
+    for _ in range(LEVELS):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [item for items in inner for item in items]
+    if any(isinstance(each, dict | list) for each in level):
+        raise ValueError(deep)
+    return data
 
 
 def plain(item: Any) -> dict[str, Any]:

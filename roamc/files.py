@@ -6,6 +6,7 @@ And the folder of those that keep what was measured on this machine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -33,6 +34,23 @@ PATIENCE = 2.0
 def measured_folder() -> Path:
     """Return the folder of what is measured on this machine, which is in the user's cache folder and need not exist."""
     return platformdirs.user_cache_path("roamc", appauthor=False) / "profiles"
+
+
+def read(path: Path, most: int) -> bytes:
+    """Return the content of a file, which may be a device that never ends.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read, or has more.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return content
 
 
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:

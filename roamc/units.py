@@ -11,6 +11,9 @@ from roamc.errors import OptionError
 Bytes = int
 Seconds = float
 
+LARGEST = 2**63 - 1
+"""Of any number: nothing has more bytes, steps or seconds."""
+
 _POWERS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
            "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE | re.ASCII)
@@ -26,16 +29,20 @@ def parse_bytes(text: str | int, advice: str = "write for example 6GiB, 500MB or
         advice: what may be given, for the error message.
 
     Raises:
-        OptionError: the text is not a non-negative size.
+        OptionError: the text is not a non-negative size, or one above :data:`LARGEST`.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        if text < 0:
-            raise OptionError(f"a size cannot be negative: {text}; {advice}")
-        return text
-    match = _SIZE.fullmatch(str(text))
-    if match is None:
-        raise OptionError(f"{text!r} is not a size; {advice}")
-    return int(Fraction(match.group(1)) * _POWERS[(match.group(2) or "").lower()])
+        size = text
+    else:
+        match = _SIZE.fullmatch(str(text))
+        if match is None:
+            raise OptionError(f"{text!r} is not a size; {advice}")
+        size = int(Fraction(match.group(1)) * _POWERS[(match.group(2) or "").lower()])
+    if size < 0:
+        raise OptionError(f"a size cannot be negative: {text}; {advice}")
+    if size > LARGEST:
+        raise OptionError(f"{text!r} is more than any memory has; {advice}")
+    return size
 
 
 def rounded_up(count: int, multiple: int) -> int:

@@ -15,7 +15,8 @@ import pytest
 from roamc import files
 from roamc.cost import profile as profiles
 from roamc.cost.profile import load_profile, read_profile, store_profile
-from roamc.errors import ProfileError
+from roamc.errors import PlanError, ProfileError
+from roamc.planning.plan import load_plan
 
 PACKAGES = [Path(__file__).parent.parent / name for name in ("roamc", "passes", "solvers")]
 
@@ -111,6 +112,11 @@ def test_half_a_profile_is_refused_by_name_and_a_whole_one_takes_its_place(
         with pytest.raises(ProfileError, match=re.escape(str(path)) + ".*measure again with: roamc calibrate"):
             load_profile("cpu")
     assert read_profile(store_profile(profile)) == profile
+
+
+def test_a_device_that_never_ends_is_no_plan() -> None:
+    with pytest.raises(PlanError, match=r"^/dev/zero: file too large$"):
+        load_plan("/dev/zero")
 
 
 def test_nothing_else_writes_files() -> None:

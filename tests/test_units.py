@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roamc.errors import OptionError
-from roamc.units import format_apart, format_bytes, parse_bytes
+from roamc.units import LARGEST, format_apart, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,13 @@ def test_parse_refuses_a_negative_number() -> None:
         parse_bytes(-5)
 
 
-def test_number_past_what_a_float_holds_is_read() -> None:
-    assert parse_bytes("9" * 400) == int("9" * 400)
+@pytest.mark.parametrize("size", [2**63, str(2**63), "8388608TiB", "9" * 400])
+def test_size_that_no_plan_can_be_saved_with_is_refused(size: int | str) -> None:
+    with pytest.raises(OptionError, match=f"^{size!r} is more than any memory has; write for example 6GiB"):
+        parse_bytes(size)
 
 
-@given(st.integers(0, 2**80))
+@given(st.integers(0, LARGEST))
 @settings(derandomize=True, max_examples=200, deadline=None)
 def test_whole_numbers_are_read_exactly(count: int) -> None:
     assert parse_bytes(count) == parse_bytes(str(count)) == parse_bytes(f"{count} B") == count

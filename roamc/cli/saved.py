@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from roamc import decode, files
 from roamc.cli.asked import Asked
 from roamc.errors import OptionError, PlanError
-from roamc.planning.plan import Plan, load_plan
+from roamc.planning.plan import LONGEST, Plan, load_plan
 
 WITHOUT_GRAPH = {"target", "as_json", "debug", "top"}
 """Parameters of the commands that say how a saved plan is told; all others are for planning, or need its graph."""
@@ -43,7 +43,7 @@ def is_plan(target: str) -> bool:
     if not target.endswith(".json"):
         return False
     try:
-        data = json.loads(Path(target).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        data = decode.parse(files.read(Path(target), LONGEST))
+    except (OSError, ValueError):
         return False  # who reads it as a configuration says what is wrong
     return isinstance(data, dict) and {"format", "fingerprint", "decisions"} <= set(data)

@@ -89,8 +89,8 @@ class DeviceProfile:
                 is missing. The message says what is wrong.
         """
         try:
-            data: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data: Any = decode.parse(text)
+        except ValueError as error:
             raise ProfileError(f"not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             stated_format = data.get("format") if isinstance(data, dict) else type(data).__name__

@@ -20,7 +20,7 @@ from roamc import decode, files
 from roamc.budget import LIGHT
 from roamc.errors import PlanError
 from roamc.gpus import rounding
-from roamc.units import Bytes, Seconds, format_apart, format_bytes, format_parts, format_seconds
+from roamc.units import LARGEST, Bytes, Seconds, format_apart, format_bytes, format_parts, format_seconds
 
 FORMAT = 12
 """Version of the JSON form; increased when a reader of an older version could misread it."""
@@ -410,7 +410,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         PlanError: the file cannot be read, is not a plan, or was changed after it was saved; names it.
     """
     try:
-        plan, sealed = _from_text(Path(path).read_text(encoding="utf-8"))
+        plan, sealed = _from_text(files.read(Path(path), LONGEST).decode("utf-8"))
         if not sealed:
             raise PlanError("it has no checksum, so it was not saved by plan.save or --save: plan again")
         return plan
@@ -491,8 +491,8 @@ STATUSES = ("optimal", "gap", "limit")
 MOST_THREADS = 2**16
 """Of :attr:`Plan.threads`: no machine has more."""
 
-LARGEST = 2**63 - 1
-"""Of any number of a plan: nothing has more bytes, steps or seconds."""
+LONGEST = 1 << 28
+"""Bytes of a plan's file."""
 
 
 CHECKSUM = "checksum"
@@ -512,10 +512,10 @@ def _from_text(text: str) -> tuple[Plan, bool]:
         PlanError: as :meth:`Plan.from_json`.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_once)
+        data = decode.parse(text, _once)
         sealed = isinstance(data, dict) and CHECKSUM in data
         changed = sealed and data.pop(CHECKSUM) != _checksum(data)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"not a plan: {error}") from None
     if changed:
         raise PlanError("it was changed after it was saved, as its checksum shows: plan again")

@@ -32,13 +32,13 @@ from roamc.planning import budget_search, other_orders, pipeline, plan_files
 from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
-from roamc.planning.plan import LARGEST, Plan
+from roamc.planning.plan import Plan
 from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
 from roamc.planning.plan_maker import PlanMaker, above_eager, fresh, left_by, prepared, terms_of
 from roamc.planning.planned import Planned, Terms, check_budget
 from roamc.planning.stopwatch import Stopwatch
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
-from roamc.units import Bytes, Seconds, format_bytes
+from roamc.units import LARGEST, Bytes, Seconds, format_bytes
 
 FEW_RERUNS = 0.01
 """Reruns are few if they add at most this share of a step's time. The order of pass reorder is chosen for the peak

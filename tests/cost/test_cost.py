@@ -312,6 +312,7 @@ def refused() -> Iterator[tuple[str, str]]:
     data = json.loads(CPU.to_json())
     yield "", "not JSON"
     yield "[" * 100_000, "not JSON"
+    yield CPU.to_json().replace('"name": "cpu"', f'"name": {"[" * 900}{"]" * 900}'), "not JSON: it has more than 64"
     yield "[]", "format is 'list'"
     yield json.dumps({**data, "format": 99}), "format is 99, this roamc reads"
     yield json.dumps({key: value for key, value in data.items() if key != "bandwidth"}), "must have the fields"
