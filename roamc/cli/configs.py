@@ -13,9 +13,9 @@ configuration names is run. A task says what the batch is:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from roamc import decode, files
 from roamc.cli import lora
 from roamc.cli.models import TASK_NAMES, Settings, check_task, in_range
 from roamc.cli.zoo import DTYPES, transformers_of
@@ -35,7 +36,7 @@ LONGEST = 2048
 """Length of a sequence if none is asked for, as far as the model has places for so many tokens."""
 
 LONGEST_FILE = 1 << 24
-"""Bytes of a configuration's file: a path may be a device that never ends."""
+"""Bytes of a configuration's file."""
 
 _OWN = ("batch", "seq", "dtype", "task", "lora", "attention_mask")
 """Settings that are not fields of the configuration."""
@@ -83,7 +84,10 @@ def _answers(shape: tuple[int, int], config: Any) -> dict[str, Tensor]:
 
 def _images(shape: tuple[int, int], config: Any) -> dict[str, Tensor]:
     side = getattr(config, "image_size", 224)
-    height, width = side if isinstance(side, list | tuple) else (side, side)
+    sides = list(side) if isinstance(side, list | tuple) else [side, side]
+    if len(sides) != 2 or any(type(each) is not int or each < 1 for each in sides):
+        raise OptionError(f"image_size must be one or two whole numbers from 1, not {side!r}")
+    height, width = sides
     pixels = torch.zeros(shape[0], getattr(config, "num_channels", 3), height, width)
     return {"pixel_values": pixels, "labels": _ids(config, shape[0])}
 
@@ -147,18 +151,17 @@ def _read(target: str) -> dict[str, Any]:
         path /= "config.json"
         if not path.is_file():
             raise OptionError(f"{target} {_DIFFUSERS if pipeline else 'has no config.json, and no log of TORCH_TRACE'}")
-    with path.open("rb") as file:
-        content = file.read(LONGEST_FILE + 1)
-    if len(content) > LONGEST_FILE:
-        raise OptionError(f"{path} is longer than any configuration")
+    content = files.read(path, LONGEST_FILE)
     try:
-        data = json.loads(content)
+        data = decode.parse(content)
     except ValueError as error:
         raise OptionError(f"{path} is no JSON: {error}") from None
     if isinstance(data, dict) and ("_diffusers_version" in data or "_class_name" in data):
         raise OptionError(f"{path} {_DIFFUSERS}")
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise OptionError(f"{path} is no configuration of a transformers model: it has no model_type")
+    if not isinstance(data.get("architectures") or [], list):
+        raise OptionError(f"{path}: architectures must be a list of names, not {data['architectures']!r}")
     if "auto_map" in data:
         raise OptionError(
             f"{path} names code of its own (auto_map), which roamc does not run: write a function that builds the "
@@ -200,6 +203,12 @@ def _config(transformers: Any, target: str, data: Mapping[str, Any], fields: Set
     if "layers" in fields or "num_hidden_layers" in fields:
         changes.update(_kinds_of_layers(plain, changes))
     config = _accepted(target, lambda: classes[kind].from_dict({**data, **changes}))
+    if "layers" in fields:
+        in_range("layers", fields["layers"])
+    for name in chain(*_LAYERS):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count < 0:  # range() has none then, and so has the model
+            raise OptionError(f"{target}: {name} must be a whole number from 0, not {count}")
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:

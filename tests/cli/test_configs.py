@@ -244,6 +244,7 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TEXT}
 
 FAULTS: dict[str, tuple[Any, list[str], str]] = {
     "no JSON": ("{", [], "is no JSON: "),
+    "lists in lists": ("[" * 100_000, [], "is no JSON: it has more than 64 lists and objects in one another"),
     "a list": ([1], [], "is no configuration of a transformers model: it has no model_type"),
     "no model type": ({"a": 1}, [], "is no configuration of a transformers model: it has no model_type"),
     "diffusers": ({"_class_name": "UNet2DConditionModel"}, [], "is of diffusers, not of a transformers model:"),
@@ -261,6 +262,16 @@ FAULTS: dict[str, tuple[Any, list[str], str]] = {
         "is of LlamaModel, which has no loss that roamc knows: write a function that returns (model, batch), and plan "
         "FILE.py:FUNCTION; or plan another class: --task causal-lm for LlamaForCausalLM, --task ",
     ),
+    "architecture": ({**LLAMA, "architectures": 5}, [], "model.json: architectures must be a list of names, not 5"),
+    "layers": (LLAMA, ["--layers", "0"], "layers must be a whole number from 1, not 0"),
+    "layers of the file": (
+        {**LLAMA, "num_hidden_layers": -1}, [], "model.json: num_hidden_layers must be a whole number from 0, not -1",
+    ),
+    "three sides": (
+        {"model_type": "vit", "image_size": [8, 8, 8]}, [],
+        "image_size must be one or two whole numbers from 1, not [8, 8, 8]",
+    ),
+    "no side": ({"model_type": "vit", "image_size": -8}, [], "image_size must be one or two whole numbers from 1, "),
     "unknown field": (LLAMA, ["--set", "num_hiden_layers=1"], "has no field 'num_hiden_layers'; did you mean "),
     "value of a field": (LLAMA, ["--set", "num_hidden_layers=x"], "is refused by transformers: Validation"),
     "sizes": (LLAMA, ["--heads", "5"], "is refused by transformers: "),
@@ -297,7 +308,7 @@ def test_path_without_a_configuration(tmp_path: Path) -> None:
     assert "no such file or folder; roamc downloads nothing" in run("plan", "meta-llama/Llama-3-8B", code=1).stderr
     assert "no.json: no such file or folder" in run("plan", "no.json", code=1).stderr
     assert f"{tmp_path} has no config.json" in run("plan", str(tmp_path), code=1).stderr
-    assert "/dev/zero is longer than any configuration" in run("plan", "/dev/zero", code=1).stderr
+    assert "/dev/zero: file too large" in run("plan", "/dev/zero", code=1).stderr
     (tmp_path / "model_index.json").write_text("{}")
     assert f"{tmp_path} is of diffusers" in run("plan", str(tmp_path), code=1).stderr
 
