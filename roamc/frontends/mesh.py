@@ -98,9 +98,13 @@ def _axis(text: str) -> tuple[str, Setting]:
         raise OptionError(f"{text!r} is no axis of a mesh with its size; write a mesh as 'dp=1,pp=8,tp=8'") from None
 
 
+MOST_RANKS = 1 << 20
+"""Of an axis: parameters that are sharded are padded to so many rows."""
+
+
 def _size(axis: str, size: Setting) -> int:
-    if type(size) is not int or size < 1:
-        raise OptionError(f"axis {axis} of the mesh must be a whole number of ranks from 1, not {size!r}")
+    if type(size) is not int or not 1 <= size <= MOST_RANKS:
+        raise OptionError(f"axis {axis} of the mesh must be a whole number of ranks from 1 to {MOST_RANKS}, not {size}")
     return size
 
 
