@@ -6,6 +6,7 @@ on disk and compiles; small problems take a fraction of a second in plain Python
 """
 
 import contextlib
+import hashlib
 import os
 import pickle
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 from numba.core import cpu, sigutils, types
-from numba.core.caching import FunctionCache, NullCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 from numba.core.compiler import CompileResult
 from numba.core.registry import CPUDispatcher
 
@@ -150,12 +151,30 @@ class _Compiling:
 _process, _thread, compiling = _Process(), _Thread(), _Compiling()
 
 
+class _Sealed(CompileResultCacheImpl):
+    """Keeps compiled functions with a hash: LLVM ends the process, or runs on, where a byte of one is another."""
+
+    def reduce(self, cres: Any) -> tuple[str, bytes]:
+        """Return the hash of a compiled function, and the function as bytes."""
+        content = pickle.dumps(super().reduce(cres))  # type: ignore[no-untyped-call]
+        return hashlib.sha256(content).hexdigest(), content
+
+    def rebuild(self, target_context: Any, payload: tuple[str, bytes]) -> Any:
+        """Return the compiled function; ValueError where it is not the one that was kept."""
+        digest, content = payload
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise ValueError("a compiled function was changed after it was kept")
+        return super().rebuild(target_context, pickle.loads(content))  # type: ignore[no-untyped-call]
+
+
 class _Cache(FunctionCache):
     """numba's cache of one function; counts as empty where its files cannot be read, whatever is wrong with them.
 
-    They may be cut short, name modules or classes that another version had, or belong to another user. Where they
-    cannot be written, as on a full disk, later processes compile anew.
+    They may be cut short or changed, name modules or classes that another version had, or belong to another user. Where
+    they cannot be written, as on a full disk, later processes compile anew.
     """
+
+    _impl_class = _Sealed
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return what was compiled for `sig`, None if the cache has nothing that can be read."""

@@ -145,6 +145,18 @@ def test_a_cache_that_is_cut_short_counts_as_empty(
     assert sum(read.stats.cache_hits.values()) == 1  # type: ignore[attr-defined]
 
 
+def test_a_cache_with_another_byte_counts_as_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    added = compiled_into(tmp_path, monkeypatch)
+    (file,) = tmp_path.rglob("*.nbc")
+    content = file.read_bytes()
+    assert b"added.py" in content
+    file.write_bytes(content.replace(b"added.py", b"addee.py"))
+    for hits in (0, 1):
+        read = compiled.compiled(added)
+        assert read(np.arange(4.0)) == 6.0
+        assert sum(read.stats.cache_hits.values()) == hits  # type: ignore[attr-defined]
+
+
 def test_a_cache_that_can_be_neither_read_nor_written_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
