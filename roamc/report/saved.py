@@ -9,7 +9,7 @@ from rich.console import Console
 
 from roamc.planning.plan import Plan
 from roamc.report.tables import say, show_rows
-from roamc.report.text import STAGES, layout_rows, show_plan
+from roamc.report.text import ENCODED, RECOMPUTED, in_order, show_heading, show_layout, show_plan
 from roamc.units import format_bytes, format_seconds
 
 
@@ -33,23 +33,17 @@ def show_decisions(out: Console, plan: Plan, top: int) -> None:
         plan: the plan.
         top: the most rows of the lists.
     """
-    _heading(out, "decisions")
-    rows = [(name, _in_words(plan.decisions[name])) for name in STAGES if name in plan.decisions]
-    show_rows(out, ("pass", "decided"), [(name, text or "nothing") for name, text in rows])
+    show_heading(out, "decisions")
+    rows = [(name, _in_words(plan.decisions[name]) or "nothing") for name in in_order(plan.decisions)]
+    show_rows(out, ("pass", "decided"), rows)
     retained = plan.decisions.get("retain", {})
     again = [(seconds, operator) for _, operator, _, _, seconds in retained.get("reruns", ())]
     times = [(format_seconds(seconds), operator) for seconds, operator in sorted(again, reverse=True)]
-    _show_list(out, "recomputed to fit the budget", ("predicted", "operator"), times, top, (0,))
+    _show_list(out, RECOMPUTED, ("predicted", "operator"), times, top, (0,))
     codes = sorted(retained.get("codes", ()), key=lambda code: code[3] - code[2])
     sizes = [(format_bytes(code[2]), format_bytes(code[3]), code[1], code[0]) for code in codes]
-    _show_list(out, "encoded to fit the budget", ("bytes", "encoded", "codec", "storage"), sizes, top, (0, 1))
-    _heading(out, "layout")
-    show_rows(out, ("", "bytes", ""), layout_rows(plan), right=(1,))
-
-
-def _heading(out: Console, text: str) -> None:
-    out.print()
-    say(out, text, style="bold")
+    _show_list(out, ENCODED, ("bytes", "encoded", "codec", "storage"), sizes, top, (0, 1))
+    show_layout(out, plan)
 
 
 def _show_list(
@@ -57,7 +51,7 @@ def _show_list(
 ) -> None:
     if not rows:
         return
-    _heading(out, title)
+    show_heading(out, title)
     show_rows(out, headings, rows[:top], right)
     if rows[top:]:
         out.print(f"and {len(rows) - top} more", markup=False)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.syntax import Syntax
 
+from roamc.planning import other_orders, search
+from roamc.planning.pipeline import PIPELINE
 from roamc.planning.plan import HELD, Plan
 from roamc.report.curve import Curve, Spot
 from roamc.report.explain import Allocating, Explanation, Group, Live, Peak, by_default, groups
@@ -27,29 +29,17 @@ REMARKS, NOTES = 29, 4
 
 STAGES = (
     "capture",
-    "prepare",
-    "normalize",
-    "checkpoint",
-    "shard",
-    "masks",
-    "scores",
-    "project",
-    "async_tp",
-    "padding",
-    "products",
-    "count",
-    "fuse",
-    "retain",
-    "reorder",
-    "overlap",
-    "reuse",
-    "other orders",
-    "layout",
-    "other plans",
+    search.PREPARE,
+    *(each.name for each in PIPELINE),
+    other_orders.NAME,
+    search.OTHER_PLANS,
     "verify",
     "emit",
 )
 """The order in which times are shown; any other stage comes last."""
+
+RECOMPUTED, ENCODED = "recomputed to fit the budget", "encoded to fit the budget"
+"""Titles of the lists of what pass retain decided."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +90,9 @@ def show_explanation(out: Console, report: Explanation, top: int, by: str | None
     _show_grouped(out, report.grouped, top)
     _show_allocating(out, report.allocating, top)
     _show_orders(out, report)
-    _show_layout(out, report.plan)
+    show_layout(out, report.plan)
     if report.source:
-        _heading(out, "emitted program")
+        show_heading(out, "emitted program")
         show_source(out, report.source)
 
 
@@ -116,7 +106,7 @@ def show_source(out: Console, source: str) -> None:
 
 def show_kernels(out: Console, reports: Sequence[KernelReport]) -> None:
     """Print what each kernel of ``reports`` takes of the GPUs that it was compiled for to ``out``."""
-    _heading(out, "kernels compiled ahead of time: registers and spilled bytes per thread; nothing was run")
+    show_heading(out, "kernels compiled ahead of time: registers and spilled bytes per thread; nothing was run")
     if not reports:
         out.print("  none: no group runs as a kernel", markup=False)
         return
@@ -173,11 +163,15 @@ def _verdict(point: Point) -> str:
     return "above the budget" if point.plan.fits else "does not fit"
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return ``names`` of stages in the order of :data:`STAGES`, those that it does not have behind them."""
+    places = {name: at for at, name in enumerate(STAGES)}
+    return sorted(names, key=lambda name: places.get(name, len(places)))
+
+
 def stage_times(seconds: Mapping[str, Seconds]) -> str:
     """Return ``seconds`` by stage as one line, ``capture 1.80 s, reorder 0.20 s, …``, in the order of STAGES."""
-    ordered = [name for name in STAGES if name in seconds]
-    names = [*ordered, *(name for name in seconds if name not in ordered)]
-    return ", ".join(f"{name} {_seconds(seconds[name])}" for name in names)
+    return ", ".join(f"{name} {_seconds(seconds[name])}" for name in in_order(seconds))
 
 
 def layout_rows(plan: Plan) -> tuple[tuple[str, str, str], ...]:
@@ -222,7 +216,8 @@ def short(operator: str) -> str:
     return operator.removeprefix("aten.").removesuffix(".default")
 
 
-def _heading(out: Console, text: str) -> None:
+def show_heading(out: Console, text: str) -> None:
+    """Print ``text`` to ``out`` as the heading of a section."""
     out.print()
     say(out, text, style="bold")
 
@@ -235,7 +230,7 @@ def show_curve(out: Console, report: Explanation) -> None:
     """Print one row for each plan of the curve of ``report`` to ``out``; nothing if it has no curve."""
     if report.curve is None:
         return
-    _heading(out, "memory against time: plans for other budgets, and the lower bound on their added time")
+    show_heading(out, "memory against time: plans for other budgets, and the lower bound on their added time")
     headings = ("needs", "of eager's", "added time", "lower bound", f"{'#' * 3} bound, {'-' * 3} added", "")
     rows = curve_rows(report.curve, report.plan.baseline_needed_bytes)
     show_rows(out, headings, rows, (0, 1, 2, 3), ("of eager's", "lower bound"))
@@ -266,7 +261,7 @@ def curve_rows(curve: Curve, eager: Bytes) -> list[tuple[str, ...]]:
 
 def _show_peak(out: Console, title: str, peak: Peak, top: int, by: str | None, whole: Bytes = 0) -> None:
     """Print a peak; ``whole`` is that of the plan, which counts more than what lives, and 0 for eager's."""
-    _heading(out, title)
+    show_heading(out, title)
     at = "".join(f" {word} {text}" for word, text in (("at", peak.source), ("in", peak.module)) if text)
     counts = f"; the peak of {format_bytes(whole)} counts the whole arena, used or not, and what lies outside it"
     more = counts if whole not in (0, peak.live_bytes) else ""
@@ -384,7 +379,7 @@ def _dropped(report: Explanation) -> Listed:
         for d in report.dropped
     ]
     headings = ("bytes", "storages", "runs", "of a step", "operator", "line", "module")
-    return Listed("recomputed to fit the budget", headings, (0, 1, 2, 3), rows, [d.nbytes for d in report.dropped])
+    return Listed(RECOMPUTED, headings, (0, 1, 2, 3), rows, [d.nbytes for d in report.dropped])
 
 
 def _smaller(report: Explanation) -> Listed:
@@ -406,7 +401,7 @@ def _smaller(report: Explanation) -> Listed:
     ]
     numbers = ("bytes", "encoded", "bits", "storages", "of a step")
     headings = (*numbers, "codec", "readers", "error", "operator", "line", "module")
-    return Listed("encoded to fit the budget", headings, (0, 1, 2, 3, 4, 7), rows, [s.before for s in report.smaller])
+    return Listed(ENCODED, headings, (0, 1, 2, 3, 4, 7), rows, [s.before for s in report.smaller])
 
 
 def _projected(report: Explanation) -> Listed:
@@ -427,7 +422,7 @@ def _projected(report: Explanation) -> Listed:
 
 
 def _show_listed(out: Console, listed: Listed, top: int) -> None:
-    _heading(out, listed.title)
+    show_heading(out, listed.title)
     show_rows(out, listed.headings, listed.rows[:top], listed.right, ("line", "operator", "runs", "bits"))
     _show_rest(out, list(listed.sizes[top:]))
 
@@ -435,7 +430,7 @@ def _show_listed(out: Console, listed: Listed, top: int) -> None:
 def _show_grouped(out: Console, grouped: tuple[Grouped, ...], top: int) -> None:
     if not grouped:
         return
-    _heading(out, "fused operators; values inside take no memory")
+    show_heading(out, "fused operators; values inside take no memory")
     rows = [
         (
             str(g.count),
@@ -454,7 +449,7 @@ def _show_grouped(out: Console, grouped: tuple[Grouped, ...], top: int) -> None:
 def _show_allocating(out: Console, allocating: tuple[Allocating, ...], top: int) -> None:
     if not allocating:
         return
-    _heading(out, "operators without an out= variant, bytes per step")
+    show_heading(out, "operators without an out= variant, bytes per step")
     rows = [
         (short(a.operator), str(a.calls), format_bytes(a.copied_bytes), format_bytes(a.allocator_bytes))
         for a in allocating[:top]
@@ -465,7 +460,7 @@ def _show_allocating(out: Console, allocating: tuple[Allocating, ...], top: int)
 def _show_orders(out: Console, report: Explanation) -> None:
     if not report.candidates:
         return
-    _heading(out, f"orders tried (lower bound {format_bytes(report.plan.bound_bytes)})")
+    show_heading(out, f"orders tried (lower bound {format_bytes(report.plan.bound_bytes)})")
     rows = [
         (name, format_bytes(peak), f"{peak / report.eager.live_bytes:.4f}", "chosen" if name == report.order else "")
         for name, peak in report.candidates
@@ -473,6 +468,7 @@ def _show_orders(out: Console, report: Explanation) -> None:
     show_rows(out, ("order", "peak", "of eager's", ""), rows, right=(1, 2))
 
 
-def _show_layout(out: Console, plan: Plan) -> None:
-    _heading(out, "layout")
+def show_layout(out: Console, plan: Plan) -> None:
+    """Print the table of :func:`layout_rows` of ``plan`` to ``out``."""
+    show_heading(out, "layout")
     show_rows(out, ("", "bytes", ""), layout_rows(plan), right=(1,))

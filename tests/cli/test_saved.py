@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import roamc
+from roamc.planning.pipeline import PIPELINE
+from roamc.report.saved import show_decisions
 from tests.cli.test_cli import run
 
 SMALL = ("--batch", "2", "--seq", "16", "--layers", "1", "--width", "32", "--heads", "4", "--vocab", "64")
@@ -40,8 +45,9 @@ def test_a_saved_plan_is_told_again(saved: Path, columns: int) -> None:
     assert "operators recomputed" in joined
     for part in ("decisions", "recomputed to fit the budget", "layout"):
         assert f"\n{part}\n" in explained
-    for name in plan.decisions:
-        assert f"\n{name} " in explained
+    decided = explained.partition("\ndecisions\n")[2].partition("\nrecomputed")[0]
+    names = [step.name for step in PIPELINE if step.name in plan.decisions]
+    assert [line.split()[0] for line in decided.splitlines() if line.startswith(tuple(f"{n} " for n in names))] == names
     if columns == 60:
         assert max(len(line) for line in explained.splitlines() if str(saved) not in line) <= 60
 
@@ -88,3 +94,10 @@ def test_a_saved_plan_is_parsed_once(saved: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(json, "loads", lambda text, **how: texts.append(text) or loads(text, **how))
     run("plan", str(saved))
     assert texts == [saved.read_text()]
+
+
+def test_a_decision_of_a_pass_that_there_is_not_is_shown(saved: Path) -> None:
+    plan, out = roamc.load_plan(saved), io.StringIO()
+    plan = replace(plan, decisions={**plan.decisions, "newer": {"name": "of it"}})
+    show_decisions(Console(file=out, width=160), plan, 1)
+    assert "\nnewer" in out.getvalue()

@@ -20,7 +20,6 @@ from roamc.graph.lifetimes import live_bytes
 from roamc.graph.memory import build_memory
 from roamc.options import Options
 from roamc.planning import search
-from roamc.planning.pipeline import PIPELINE
 from roamc.report import text
 from roamc.report.explain import Explanation, Peak, allocating, explain, find_peak, groups, lives_of
 from roamc.report.progress import Stages
@@ -141,11 +140,6 @@ def test_without_reorder_there_are_no_candidates() -> None:
 def test_stage_times_include_capture(explanation: Explanation) -> None:
     assert next(iter(explanation.plan.seconds)) == "capture"
     assert text.stage_times({"emit": 1.0, "other": 2.0, "capture": 3.0}) == "capture 3.00 s, emit 1.00 s, other 2.00 s"
-
-
-def test_times_are_shown_in_the_order_of_the_passes() -> None:
-    names = [step.name for step in PIPELINE]
-    assert [name for name in text.STAGES if name in names] == names
 
 
 def test_explanation_is_json(explanation: Explanation) -> None:
