@@ -74,7 +74,7 @@ SMALLER = ", or use a smaller batch"
 
 
 class BudgetError(RoamcError):
-    """No plan fits the budget; the message names the smallest budget that would.
+    """No plan fits the budget; the message names the smallest budget that would, where that is known.
 
     Attributes:
         plan: the plan that did not fit, a :class:`roamc.planning.plan.Plan`; None if there is none.

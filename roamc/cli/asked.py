@@ -133,8 +133,8 @@ Profile = Annotated[
     typer.Option(
         "--profile",
         metavar="NAME|FILE",
-        help="Device profile for time predictions: a100, h100, cpu, or a file written by roamc calibrate. Default with "
-        "--device cuda: h100.",
+        help="Device profile for time predictions: cpu, the name of a GPU as for --gpu, or a file written by roamc "
+        "calibrate. Default with --device cuda: that of --gpu, else h100.",
     ),
 ]
 Ranks = Annotated[

@@ -67,6 +67,8 @@ def check_words(asked: Asked) -> None:
         gpu_of(request.gpu)
         if request.device == "cpu":
             raise OptionError(f"--gpu {request.gpu} plans for a GPU, and --device cpu for a CPU: leave one of them out")
+    if request.is_dump and request.optimizer == "compact":
+        raise OptionError(f"--optimizer compact needs the model's layers: {request.target} takes {', '.join(PLAIN)}")
     check_optimizer(request.optimizer, PLAIN if request.is_dump else (*OPTIMIZERS, NO_OPTIMIZER))
     _check_autocast(request)
     parse_options({name: value for name, value in options_in(request).items() if name not in NEED_TORCH})
@@ -74,10 +76,6 @@ def check_words(asked: Asked) -> None:
         needing = next((option for name, option in asked.given.items() if name not in WITHOUT_MODEL), None)
         if needing is not None:
             raise OptionError(f"{request.target} has the graph of a step without its model, which {needing} needs")
-        if request.optimizer == "compact":
-            raise OptionError(
-                f"--optimizer compact needs the model's layers: {request.target} takes {', '.join(PLAIN)}"
-            )
         return
     if request.is_archive:
         needing = next((option for name, option in asked.given.items() if name in OF_LAYERS), None)
@@ -143,7 +141,7 @@ def check_optimizer(name: str | None, choices: Sequence[str] = (*OPTIMIZERS, NO_
     Raises:
         OptionError: names the nearest.
     """
-    if name is not None and name not in (*OPTIMIZERS, NO_OPTIMIZER):
+    if name is not None and name not in choices:
         hint = f"{nearest(name, choices)} Optimizers: {', '.join(choices)}"
         raise OptionError(f"unknown optimizer {name!r}{hint}")
 

@@ -33,8 +33,8 @@ from roamc.operators.schemas import argument_of
 from roamc.units import Bytes, Seconds
 
 UNKNOWN_PASSES = 32
-"""Collectives are priced by :mod:`roamc.cost.collectives` where group and links are known, else like the following.
-An operator of which nothing is known is priced as if it moved the bytes of its tensors this many times."""
+"""How often an operator of which nothing is known, or a collective whose group or links are not, is priced as moving the
+bytes of its tensors."""
 
 NEXT = {
     "batched_matmul": "matmul",

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from roamc.cli.models import MODELS
+from roamc.cli.words import PLAIN, check_optimizer
 from roamc.cli.zoo import DTYPES, RECIPES
+from roamc.errors import OptionError
 
 PROGRAM = """
 import sys
@@ -50,6 +52,11 @@ def test_wrong_words_are_refused_without_torch(words: list[str], said: str) -> N
     end, error = ended(*words)
     assert end == "1 False"
     assert said in error
+
+
+def test_an_optimizer_that_is_no_choice_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"unknown optimizer 'compact'.* Optimizers: sgd, adam, adamw, none"):
+        check_optimizer("compact", PLAIN)
 
 
 def test_models_are_listed_without_torch() -> None:
