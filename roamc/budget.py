@@ -83,6 +83,11 @@ def is_share(budget: Budget | None) -> bool:
     return isinstance(budget, str) and _SHARE.fullmatch(budget) is not None
 
 
+def is_absolute(budget: Budget | None) -> bool:
+    """Whether a budget does not grow with the step: bytes, on the total, or ``"device"``."""
+    return isinstance(budget, int) or budget == "device" or total_bytes(budget) > 0
+
+
 def total_bytes(budget: object) -> Bytes:
     """Return the bytes of a budget on the total such as ``"total:40GB"``; 0 for others.
 

@@ -143,9 +143,12 @@ def test_every_command_is_named() -> None:
     assert set(re.findall(r"^\| `roamc ([\w-]+)` \|", TEXT["fit.md"], re.MULTILINE)) == commands
 
 
-def test_every_row_of_the_plan_is_explained() -> None:
-    shown = CliRunner().invoke(app, ["plan", "gpt", "--batch", "1", "--seq", "8", "--layers", "1"]).stdout
-    for row in re.findall(r"^  (\w[\w' ]*?)\s{2,}", shown, re.MULTILINE):
+@pytest.mark.parametrize("more", ["", "--mesh pp=2", "--memory-budget 80%", "--gpu h100"])
+def test_every_row_of_the_plan_is_explained(more: str) -> None:
+    words = ["plan", "gpt", "--batch", "1", "--seq", "8", "--layers", "2", *more.split()]
+    rows = re.findall(r"^  (\w[\w' ]*?)\s{2,}", CliRunner().invoke(app, words).stdout, re.MULTILINE)
+    assert rows
+    for row in rows:
         assert row == "planned in" or f"| {row} |" in TEXT["plan.md"]
 
 

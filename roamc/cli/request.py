@@ -37,6 +37,7 @@ from roamc.frontends.workload import OPTIMIZERS, Workload, capture, from_file
 from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options
 from roamc.planning import search
+from roamc.planning.plan import Plan
 from roamc.planning.planned import LARGER, Planned
 from roamc.report.curve import trace
 from roamc.report.explain import Explanation, Lives, explain, find_peak, lives_of
@@ -126,7 +127,7 @@ def explained(
         eager = find_peak(graph, lives)  # planning moves the nodes
         before = follow(graph, lives, profile) if drawn else None
         planned, trials = _planned(request, graph, options, seconds, say, many=curve)
-    planned = _of_mesh(planned, request, mesh)
+    planned = dataclasses.replace(planned, plan=_of_mesh(planned.plan, request, mesh))
     lives = lives_of(planned.graph)
     report = explain(eager, planned, lives, emit(planned.graph).listing if source else "")
     if request.is_dump:
@@ -204,7 +205,7 @@ def _stage_plan(request: Request, graph: TrainGraph, options: Options, seconds: 
     except BudgetError as error:
         lowest: Any = error.plan
         return StagePlan(stage, lowest, lowest.step_seconds + lowest.added_seconds, fits=False)
-    plan = _of_mesh(planned, request, mesh_of(request)).plan
+    plan = _of_mesh(planned.plan, request, mesh_of(request))
     profile = load_profile(main_device(planned.graph), options.profile)
     return StagePlan(
         stage,
@@ -214,9 +215,7 @@ def _stage_plan(request: Request, graph: TrainGraph, options: Options, seconds: 
     )
 
 
-def largest(
-    request: Request, size: str, limits: tuple[int, int], *, recomputation: bool, say: Say = lambda stage: None
-) -> Fit:
+def largest(request: Request, size: str, limits: tuple[int, int], *, recomputation: bool, say: Say) -> Fit:
     """Find the largest value of a size, such as the batch, for which the step of ``request`` fits its budget.
 
     Args:
@@ -245,11 +244,11 @@ def largest(
             hint = "; --size names the one to look for" if f" {size!r}" in str(error) else ""
             raise OptionError(f"{error}{hint}") from None
 
-    search = Largest(captured, options, smallest, most, recomputation)
+    trials = Largest(captured, options, smallest, most, recomputation)
     with mesh.planned_for(), ticker.listening(say):
-        fit = search.run()
-    assert search.answer is not None  # else there is an error
-    return dataclasses.replace(fit, plan=_of_mesh(search.answer, sized(fit.size), mesh).plan)
+        fit = trials.run()
+    assert trials.answer is not None  # else there is an error
+    return dataclasses.replace(fit, plan=_of_mesh(trials.answer.plan, sized(fit.size), mesh))
 
 
 def picture(request: Request, *, source: bool = False, curve: bool = False, say: Say = lambda stage: None) -> Picture:
@@ -344,13 +343,12 @@ def _with_way_out(planned: Planned, trials: search.PlanSearch, smaller: str) -> 
     return dataclasses.replace(planned, plan=dataclasses.replace(plan, notes=(note, *plan.notes)))
 
 
-def _of_mesh(planned: Planned, request: Request, mesh: Mesh) -> Planned:
+def _of_mesh(plan: Plan, request: Request, mesh: Mesh) -> Plan:
     """The plan, checked, with notes on the mesh if ``request`` names one."""
     if request.mesh is None:
-        return planned
-    check_tokens(planned.plan)
+        return plan
     layers = {**settings_of(request.target), **settings_in(request)}.get("layers")
-    return noted(planned, mesh, _stage(request), layers)
+    return noted(plan, mesh, _stage(request), layers)
 
 
 def _stage(request: Request) -> Stage:

@@ -33,8 +33,8 @@ from roamc.operators.schemas import argument_of
 from roamc.units import Bytes, Seconds
 
 UNKNOWN_PASSES = 32
-"""How often an operator of which nothing is known, or a collective whose group or links are not, is priced as moving the
-bytes of its tensors."""
+"""How many times the bytes of its tensors an operator is priced as moving, if nothing is known of it; or a collective,
+if its group or links are not known."""
 
 NEXT = {
     "batched_matmul": "matmul",

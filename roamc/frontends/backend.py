@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from roamc import compat_aot, compat_dynamo, exchange, notices, ticker
-from roamc.budget import is_share, total_bytes
+from roamc.budget import is_absolute, is_share
 from roamc.capture import joint, recurrent, torch_faults
 from roamc.capture.shared import shared_by
 from roamc.capture.torch_faults import Fault
@@ -257,7 +257,7 @@ class _Job:
         budget = self.options.memory_budget
         beside = max(calls.beside, self.held.nbytes - calls.nbytes)
         together_bytes = beside + plan.needed_bytes
-        if not isinstance(budget, int | float) and budget != "device" and not total_bytes(budget):
+        if not is_absolute(budget):
             return
         if not beside or together_bytes <= (plan.budget_bytes or 0):
             return

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roamc import compat, ticker
-from roamc.budget import total_bytes
+from roamc.budget import is_absolute, total_bytes
 from roamc.capture.moved import built_for
 from roamc.errors import CaptureError, OptionError
 from roamc.frontends import devices, workload
@@ -84,10 +84,9 @@ def limits_batch(options: Options) -> bool:
 
     Beside the option ``gpu``, which is a budget on the total, it is one on the total within the GPU's capacity.
     """
-    budget, total = options.memory_budget, total_bytes(options.memory_budget)
     if options.gpu is not None:
-        return 0 < total <= gpu_of(options.gpu).capacity
-    return total > 0 or isinstance(budget, int) or budget == "device"
+        return 0 < total_bytes(options.memory_budget) <= gpu_of(options.gpu).capacity
+    return is_absolute(options.memory_budget)
 
 
 def check_options(options: Options) -> None:

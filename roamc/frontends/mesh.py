@@ -22,7 +22,6 @@ from roamc.errors import OptionError, RoamcError, nearest
 from roamc.frontends.stages import Stage, stage_note
 from roamc.frontends.workload import Optimizer, Workload, optimizer_of
 from roamc.planning.plan import Plan
-from roamc.planning.planned import Planned
 from roamc.settings import Setting, parse_setting
 
 TP = "tp"
@@ -213,20 +212,24 @@ def check_tokens(plan: Plan) -> None:
         )
 
 
-def noted(planned: Planned, mesh: Mesh, stage: Stage, layers: Setting | None = None) -> Planned:
-    """Return ``planned`` with notes on what the mesh adds to the plan of one rank and one micro-batch.
+def noted(plan: Plan, mesh: Mesh, stage: Stage, layers: Setting | None = None) -> Plan:
+    """Return ``plan`` with notes on what the mesh adds to the plan of one rank and one micro-batch.
 
     Args:
-        planned: the plan of one rank.
+        plan: of one rank.
         mesh: the mesh.
         stage: the stage of the rank; if ``mesh`` has several, a note says what it needs with its micro-batches in
             flight.
         layers: how many layers the whole model has; None if that is not known.
+
+    Raises:
+        OptionError: as :func:`check_tokens`.
     """
+    check_tokens(plan)
     axes = f"fsdp={mesh.fsdp}" if mesh.fsdp > 1 else f"dp={mesh.dp}, pp={mesh.pp}, tp={mesh.tp}"
     notes: tuple[str, ...] = (f"one rank of a mesh of {mesh.dp * mesh.pp * mesh.tp * mesh.fsdp}: {axes}",)
     if mesh.pp > 1:
-        notes += (stage_note(planned.plan, stage, layers if isinstance(layers, int) else None),)
+        notes += (stage_note(plan, stage, layers if isinstance(layers, int) else None),)
     if mesh.dp > 1:
         notes += ("what averages gradients over dp runs beside the planned step and is not counted",)
-    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, notes=(*planned.plan.notes, *notes)))
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))

@@ -22,9 +22,9 @@ from roamc.frontends.arguments import check_forward, check_module, check_not_com
 from roamc.frontends.backend import LATEST, compile_graph
 from roamc.frontends.compiled_again import Carried
 from roamc.frontends.eager_calls import checked
-from roamc.frontends.mesh import Mesh, check_tokens, notes_on, parse_mesh, part_of, running_split
+from roamc.frontends.mesh import Mesh, noted, notes_on, parse_mesh, part_of, running_split
 from roamc.frontends.record import Record
-from roamc.frontends.stages import Stage, stage_note, stage_of
+from roamc.frontends.stages import Stage, stage_of
 from roamc.frontends.train_step import TrainStep
 from roamc.frontends.workload import Workload, capture, optimizer_of, with_loss
 from roamc.graph import TrainGraph
@@ -180,9 +180,9 @@ def plan(
     note says so.
 
     Raises:
-        RoamcError: ``loss_fn`` is given without ``optimizer``, or an argument of the update with ``forward_backward``.
         CaptureError: the model or ``loss_fn`` cannot be called with the batch, or what it does cannot be captured.
-        OptionError: a keyword is neither an option nor part of the batch, an option is out of range, or the mesh does
+        OptionError: ``loss_fn`` is given without ``optimizer``, or an argument of the update with ``forward_backward``;
+            a keyword is neither an option nor part of the batch, an option is out of range, or the mesh does
             not fit the model.
         BudgetError: no plan fits ``memory_budget``.
     """
@@ -208,11 +208,11 @@ def _check_update(
     if forward_backward:
         for name, value in (("optimizer", optimizer), ("clip_grad_norm", clip_grad_norm)):
             if value is not None:
-                raise RoamcError(f"{name} is part of the update, which forward_backward=True leaves out")
+                raise OptionError(f"{name} is part of the update, which forward_backward=True leaves out")
     elif loss_fn is not None and optimizer is None:
-        raise RoamcError(
-            "plan takes loss_fn and optimizer together, for a whole step: optimizer is missing; forward_backward=True "
-            "plans without the update"
+        raise OptionError(
+            "plan takes loss_fn and optimizer together, for a whole step: give an optimizer, such as "
+            "optimizer=torch.optim.AdamW(model.parameters()); forward_backward=True plans without the update"
         )
 
 
@@ -242,8 +242,8 @@ class _Step:
             else:
                 step_or_graph = with_loss(workload, limit, device=self.device)
             if isinstance(step_or_graph, TrainGraph):
-                noted = devices.noted(step_or_graph, options, self.device).replace(**stage.of_graph)
-                return together.alone(noted, options).plan
+                graph = devices.noted(step_or_graph, options, self.device).replace(**stage.of_graph)
+                return together.alone(graph, options).plan
         assert step_or_graph.loss_fn is not None
         step = TrainStep(model, step_or_graph.loss_fn, optimizer or optimizer_of(step_or_graph), options, limit)
         step_plan = step.plan_of_stage(stage, batch, self.named, self.device)
@@ -270,9 +270,8 @@ def _plan_on(
         part, its_optimizer = part_of(model, optimizer, mesh, tp_plan)
         with running_split(part, mesh, tp_plan):
             rank_plan = planned(part, batch, its_optimizer, stage)
-    check_tokens(rank_plan)
-    notes = (stage_note(rank_plan, stage),) if mesh.pp > 1 else ()
-    return dataclasses.replace(rank_plan, notes=(*rank_plan.notes, *notes_on(part, mesh, tp_plan), *notes))
+    rank_plan = dataclasses.replace(rank_plan, notes=(*rank_plan.notes, *notes_on(part, mesh, tp_plan)))
+    return noted(rank_plan, mesh, stage)
 
 
 def _parted(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -78,14 +78,13 @@ def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Pla
     return dataclasses.replace(planned, graph=with_agreements(planned.graph, by_tokens))
 
 
-def alone(graph: TrainGraph, options: Options, meeting: Sequence[str] = (), *, quick: bool = False) -> Planned:
+def alone(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Planned:
     """Plan a graph without waiting for another rank: as :func:`run` does where all ranks have the same.
 
     Args:
         graph: the captured graph; it is changed in place.
         options: what the user set.
         meeting: as for :func:`run`.
-        quick: as for :func:`roamc.planning.search.run`.
 
     Returns:
         The plan of this rank. Where :func:`run` would ask others, a note says that none was asked.
@@ -93,7 +92,7 @@ def alone(graph: TrainGraph, options: Options, meeting: Sequence[str] = (), *, q
     Raises:
         RoamcError: as :func:`roamc.planning.search.run` raises.
     """
-    return search.run(as_alone(graph, options, meeting), options, quick=quick)
+    return search.run(as_alone(graph, options, meeting), options)
 
 
 def as_alone(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> TrainGraph:

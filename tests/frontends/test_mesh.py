@@ -232,6 +232,15 @@ def test_a_mesh_of_one_rank_changes_nothing() -> None:
     assert on_mesh(workload, mesh_of(request)).model is workload.model
 
 
+@pytest.mark.parametrize(("mesh", "axes"), [("dp=2", "2: dp=2, pp=1, tp=1"), ("pp=2", "2: dp=1, pp=2, tp=1")])
+def test_roamc_plan_and_the_command_line_say_the_same_of_a_mesh(mesh: str, axes: str) -> None:
+    said = roamc.plan(build("gpt", 1), batch(), mesh=mesh, stage=0).notes[-2:]
+    assert said[0] == f"one rank of a mesh of {axes}"
+    beside = "what averages gradients over dp runs beside the planned step and is not counted"
+    assert said[1] == beside if mesh == "dp=2" else said[1].startswith("stage 0 of pp=2 has 2 micro-batches in flight")
+    assert answer(Request("gpt", SIZES, mesh=mesh)).plan.notes[-2] == said[0]
+
+
 @pytest.mark.parametrize(("mesh", "groups"), [("dp=8", 1), ("tp=2", 1), ("dp=8,tp=2", 2)])
 def test_the_margin_has_a_part_for_each_group_of_ranks(mesh: str, groups: int) -> None:
     model = build("gpt", 1)

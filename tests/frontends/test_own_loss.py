@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roamc
-from roamc.errors import BudgetError, CaptureError, RoamcError
+from roamc.errors import BudgetError, CaptureError, OptionError
 from roamc.frontends.workload import capture, made
 from roamc.graph import Role, TrainGraph
 from roamc.graph.fingerprint import fingerprint
@@ -169,8 +169,13 @@ def test_loss_that_trains_nothing_or_has_several_numbers_is_none(reduced: bool) 
 def test_what_forward_backward_leaves_out_is_refused(argument: str) -> None:
     model = Classifier()
     value = torch.optim.AdamW(model.parameters()) if argument == "optimizer" else 1.0
-    with pytest.raises(RoamcError, match=f"{argument} is part of the update, which forward_backward=True leaves out"):
+    with pytest.raises(OptionError, match=f"{argument} is part of the update, which forward_backward=True leaves out"):
         roamc.plan(model, **batch(), forward_backward=True, **{argument: value})
+
+
+def test_a_loss_without_an_optimizer_is_refused_with_what_to_pass() -> None:
+    with pytest.raises(OptionError, match=r"optimizer=torch.optim.AdamW\(model.parameters\(\)\); forward_backward"):
+        roamc.plan(Classifier(), **batch(), loss_fn=lambda model, **batch: model(**batch).loss)
 
 
 @pytest.mark.parametrize(
