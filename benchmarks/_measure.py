@@ -193,9 +193,9 @@ def by_line(heap: Heap, step: Callable[[], Any]) -> Lines:
     def note() -> None:
         nonlocal lines
         if text:
-            now = heap.peak()
-            workspace = max(lines.workspace, now - max(live, heap.live()))
-            peak, worst = (now, text) if now > lines.peak else (lines.peak, lines.worst)
+            so_far = heap.peak()
+            workspace = max(lines.workspace, so_far - max(live, heap.live()))
+            peak, worst = (so_far, text) if so_far > lines.peak else (lines.peak, lines.worst)
             lines = Lines(workspace, peak, worst)
 
     def trace(frame: Any, event: str, _: object) -> Any:

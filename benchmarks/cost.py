@@ -40,15 +40,15 @@ def worker(name: str, threads: int, rounds: int) -> dict[str, Any]:
     from roamc.cost.measure import calibrate, clock
 
     torch.set_num_threads(threads)
-    now = clock(torch.device("cpu"))
+    read_clock = clock(torch.device("cpu"))
     profile = calibrate("cpu")
     work = make(name)
     step = roamc.train_step(work.model, work.loss, torch.optim.AdamW(work.model.parameters(), lr=1e-4), strict=True)
     step(*work.batch)
     graph = step.latest.executable.planned.graph
-    whole = min(_run(step, work.batch, now) for _ in range(rounds))
-    stamps = _stamped(step.latest.executable, now)
-    taken = [_operator_seconds(step, work.batch, stamps, now) for _ in range(rounds)][1:]
+    whole = min(_run(step, work.batch, read_clock) for _ in range(rounds))
+    stamps = _stamped(step.latest.executable, read_clock)
+    taken = [_operator_seconds(step, work.batch, stamps, read_clock) for _ in range(rounds)][1:]
     measured = [min(times) for times in zip(*taken, strict=True)]
     rows = _rows(graph, measured, profile)
     predicted = step_seconds(graph, profile)
@@ -68,10 +68,10 @@ def worker(name: str, threads: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def _run(step: Any, batch: Any, now: Clock) -> float:
-    start = now()
+def _run(step: Any, batch: Any, read_clock: Clock) -> float:
+    start = read_clock()
     step(*batch)
-    return now() - start
+    return read_clock() - start
 
 
 def _operators(graph: Any) -> list[Any]:
@@ -82,7 +82,7 @@ def _operators(graph: Any) -> list[Any]:
     return [node for node in operators(graph.graph) if not ops.is_view(node.target)]
 
 
-def _stamped(executable: Any, now: Clock) -> list[float]:
+def _stamped(executable: Any, read_clock: Clock) -> list[float]:
     """Make the program read the clock before every operator, into the list that is returned."""
     from roamc.compat_operators import direct
     from roamc.operators import ops
@@ -92,7 +92,7 @@ def _stamped(executable: Any, now: Clock) -> list[float]:
 
     def stamp(function: Callable[..., Any]) -> Callable[..., Any]:
         def stamped(*args: Any, **kwargs: Any) -> Any:
-            stamps.append(now())
+            stamps.append(read_clock())
             return function(*args, **kwargs)
 
         return stamped
@@ -107,10 +107,10 @@ def _stamped(executable: Any, now: Clock) -> list[float]:
     return stamps
 
 
-def _operator_seconds(step: Any, batch: Any, stamps: list[float], now: Clock) -> list[float]:
+def _operator_seconds(step: Any, batch: Any, stamps: list[float], read_clock: Clock) -> list[float]:
     stamps.clear()
     step(*batch)
-    stamps.append(now())
+    stamps.append(read_clock())
     return [after - before for before, after in itertools.pairwise(stamps)]
 
 

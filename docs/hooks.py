@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import roamc
+from roamc.gpus import GPUS
 from roamc.options import Options
 from roamc.planning.pipeline import PIPELINE
+from roamc.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,6 +54,12 @@ def options() -> str:
         for field in dataclasses.fields(Options)
     )
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+
+
+def gpus() -> str:
+    """Return the table of all GPUs that a step can be planned for by name."""
+    rows = (f"| `{gpu.name}` | {gpu.title} | {format_bytes(gpu.capacity)} |" for gpu in GPUS.values())
+    return "\n".join(["| name | GPU | capacity |", "|---|---|---|", *rows])
 
 
 def interface() -> str:
@@ -94,6 +102,7 @@ def _markdown(text: str, code: str = "`") -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "gpus": gpus,
     "interface": interface,
     "options": options,
     "passes": passes,

@@ -69,10 +69,10 @@ def _stage(model: Any, graph: Graph, budget: int, t: int, run: Vars, save: Vars)
     size = [each // unit for each in graph.size]
     used = sum(size[i] * save[t, i] for i in range(t))
     for k in range(t + 1):
-        now = model.new_int_var(0, room, "")
-        model.add(now == used + size[k] * run[t, k])
+        live = model.new_int_var(0, room, "")
+        model.add(live == used + size[k] * run[t, k])
         freed = [size[i] * _free(model, graph, t, i, k, run, save) for i in (*graph.reads[k], k) if size[i]]
-        used = now - sum(freed)
+        used = live - sum(freed)
 
 
 def _free(model: Any, graph: Graph, t: int, i: int, k: int, run: Vars, save: Vars) -> Any:

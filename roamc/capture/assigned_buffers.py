@@ -39,13 +39,13 @@ def write_back(model: nn.Module, held: Mapping[str, torch.Tensor], mode: Capture
         CaptureError: a buffer has come, gone, got another shape or dtype, or comes to share memory that is written with
             another buffer or a parameter.
     """
-    now = buffers_by_name(model)
-    _check_names(now, held)
-    assigned = {name: value for name, value in now.items() if name in held and value is not held[name]}
+    buffers = buffers_by_name(model)
+    _check_names(buffers, held)
+    assigned = {name: value for name, value in buffers.items() if name in held and value is not held[name]}
     for name, value in assigned.items():
         if value.shape != held[name].shape or value.dtype != held[name].dtype:
             raise CaptureError(f"buffer {name!r} changes shape or dtype during the step; keep both fixed")
-    _check_apart(model, now, held, assigned, mode)
+    _check_apart(model, buffers, held, assigned, mode)
     written = {identity(part_of(held[name])) for name in assigned}
     with torch.no_grad():
         values = {n: x.clone() if identity(part_of(x)) in written else x for n, x in assigned.items()}
@@ -53,14 +53,14 @@ def write_back(model: nn.Module, held: Mapping[str, torch.Tensor], mode: Capture
             held[name].copy_(value)
 
 
-def _check_names(now: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
+def _check_names(buffers: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
     for name in held:
-        if name not in now:
+        if name not in buffers:
             raise CaptureError(
                 f"the step takes buffer {name!r} away, which the next step would find again; change the model before "
                 "the step"
             )
-    for name, value in now.items():
+    for name, value in buffers.items():
         if name not in held and varies(value):
             raise CaptureError(
                 f"the step makes buffer {name!r}, which the next step would not find; give it a tensor of its shape "
@@ -70,7 +70,7 @@ def _check_names(now: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tenso
 
 def _check_apart(
     model: nn.Module,
-    now: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
     held: Mapping[str, torch.Tensor],
     assigned: Mapping[str, torch.Tensor],
     mode: CaptureMode,
@@ -83,7 +83,7 @@ def _check_apart(
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     trained_names = {name for name, _ in trained}
     sharing, tied = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
-    for name, tensor in (*trained, *now.items()):
+    for name, tensor in (*trained, *buffers.items()):
         sharing[identity(part_of(tensor))].append(name)
         tied[id(held.get(name, tensor))].append(name)
     for name, value in assigned.items():

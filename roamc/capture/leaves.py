@@ -111,14 +111,14 @@ def check_same_parameters(model: torch.nn.Module, held: Mapping[str, torch.Tenso
     Raises:
         CaptureError: names the parameter.
     """
-    now = parameters_by_name(model)
-    for name in {**now, **held}:
-        if now.get(name) is held.get(name):
+    parameters = parameters_by_name(model)
+    for name in {**parameters, **held}:
+        if parameters.get(name) is held.get(name):
             continue
-        what = f"puts another parameter into {name}" if name in now else f"takes parameter {name} away"
+        what = f"puts another parameter into {name}" if name in parameters else f"takes parameter {name} away"
         raise CaptureError(
-            f"the step {what}, which the optimizer does not {'update' if name in now else 'follow'}; change the model "
-            "before the step"
+            f"the step {what}, which the optimizer does not {'update' if name in parameters else 'follow'}; change the "
+            "model before the step"
         )
 
 

@@ -224,8 +224,8 @@ class Reads:
         One such value is a list to which forward only appends; none is a dict in which it counts up a number.
         """
         for key, (slot, before) in self._slots.items():
-            now = slot.now()
-            if key not in self._written and before != now and not is_read_anew(before, now, key in self._looked):
+            value = slot.now()
+            if key not in self._written and before != value and not is_read_anew(before, value, key in self._looked):
                 by_identity = Slot(slot.owner, slot.name, inside=False)
                 self._slots[key] = by_identity, by_identity.now()
 

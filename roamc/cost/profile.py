@@ -27,7 +27,7 @@ FORMAT = 1
 """Version of the JSON form; increased when kinds or units change their meaning."""
 SHIPPED = Path(__file__).parent / "profiles"
 """Folder of the shipped profiles."""
-GENERIC = {"cpu": "cpu", "cuda": "h100"}
+GENERIC = {"cpu": "cpu", "cuda": "h100", "meta": "h100"}
 """Device type to the name of the shipped profile for devices whose model no shipped profile has."""
 
 NODE, NETWORK = "node", "network"
@@ -145,14 +145,16 @@ def load_profile(device: str | torch.device = "cpu", profile: str | None = None)
             with the nearest number of threads is taken, or the shipped one that describes the device best.
 
     Raises:
-        ProfileError: there is no such file or name, or the file is no profile.
+        ProfileError: there is no such file or name, the file is no profile, or none describes a device of that type.
     """
     kind = torch.device(device).type
     if profile is not None:
         return _named(profile)
     stored = _nearest(kind)
+    if stored is None and kind not in GENERIC:
+        raise ProfileError(f"no shipped profile describes a device of type {kind!r}: name one with the option profile")
     if stored is None:
-        return _named(_shipped_for(kind))
+        return shipped_like(kind) or _named(GENERIC[kind])
     return read_profile(stored, f"measure again with: roamc calibrate --device {kind}")
 
 
@@ -236,12 +238,6 @@ def _links(base: DeviceProfile, faster: float) -> Rates:
         return {}
     node = {**base.links[NODE], "bandwidth": base.links[NODE]["bandwidth"] * faster}
     return {**base.links, NODE: node}
-
-
-def _shipped_for(kind: str) -> str:
-    """Return the name of the shipped profile for this machine's device of type ``kind``; else the generic one."""
-    shipped = shipped_like(kind)
-    return shipped.name if shipped is not None else GENERIC.get(kind, GENERIC["cuda"])
 
 
 def shipped_like(kind: str) -> DeviceProfile | None:

@@ -64,12 +64,12 @@ class Curve:
         return seconds / self.step_seconds if self.step_seconds else 0.0
 
 
-def trace(trials: PlanSearch, now: Plan, say: Callable[[str], None] = lambda stage: None) -> Curve | None:
+def trace(trials: PlanSearch, chosen: Plan, say: Callable[[str], None] = lambda stage: None) -> Curve | None:
     """Plan for the lowest peak and :data:`BETWEEN` others, and return the curve; None if pass ``retain`` is left out.
 
     Args:
-        trials: the search that ``now`` came from; plans that it has made before are on the curve too.
-        now: the plan that the curve is made for.
+        trials: the search that ``chosen`` came from; plans that it has made before are on the curve too.
+        chosen: the plan that the curve is made for.
         say: called with a few words on what is being done.
     """
     if not trials.has_reruns:
@@ -79,11 +79,11 @@ def trace(trials: PlanSearch, now: Plan, say: Callable[[str], None] = lambda sta
     for number, target in enumerate(targets(lowest, highest), start=1):
         say(f"peak {number} of {BETWEEN} above the lowest")
         trials.attempt(target, together=True, simulations=SIMULATIONS)
-    now, plans = trials.counted(now), staircase([trials.counted(plan) for plan in trials.plans])
-    bound = _bounds(trials, [plan.needed_bytes for plan in (*plans, now)])
+    chosen, plans = trials.counted(chosen), staircase([trials.counted(plan) for plan in trials.plans])
+    bound = _bounds(trials, [plan.needed_bytes for plan in (*plans, chosen)])
     return Curve(
         spots=tuple(_spot(plan, bound) for plan in plans),
-        now=_spot(now, bound),
+        now=_spot(chosen, bound),
         bounds=tuple(sorted(bound.items(), reverse=True)),
         step_seconds=trials.first.plan.step_seconds,
     )

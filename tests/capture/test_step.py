@@ -145,8 +145,8 @@ def test_capture_leaves_the_model_as_it_was(build: Callable[[], nn.Module], loss
         capture_step(request(model, optimizer, batch, loss_fn=loss_fn))
     except KeyError:
         assert loss_fn is broken
-    now = [*model.parameters(), *model.buffers()]
-    assert all(one is other for one, other in zip(now, tensors, strict=True))
+    after = [*model.parameters(), *model.buffers()]
+    assert all(one is other for one, other in zip(after, tensors, strict=True))
     assert_same(tensors_of(model), before)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     assert_same(torch.get_rng_state(), random)

@@ -264,7 +264,7 @@ def test_logs_of_several_runs_in_a_folder_have_names_of_their_own(tmp_path: Path
     assert "one of 1 graphs at its peak" in run("plan", str(tmp_path)).stdout
 
 
-@pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "a100-40", "a100-80", "l40s", "l4", "rtx4090"])
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("rows", [8, 1 << 25, 1 << 28, 1 << 29, 1 << 30])
 def test_a_files_total_is_the_sum_by_hand_and_the_verdict_right(rows: int, gpu: str, tmp_path: Path) -> None:
     """Two products of ``rows`` times 16 numbers, a weight with Adam's states, all as a GPU holds them."""

@@ -349,10 +349,10 @@ def test_named_profile_comes_before_the_stored_one_and_that_before_the_shipped_o
 
 
 def test_stored_profile_of_the_nearest_number_of_threads_is_taken() -> None:
-    now = torch.get_num_threads()
-    for threads in (now + 1, now + 7):
+    here = torch.get_num_threads()
+    for threads in (here + 1, here + 7):
         store_profile(dataclasses.replace(CPU, threads=threads))
-    assert load_profile("cpu").threads == now + 1
+    assert load_profile("cpu").threads == here + 1
 
 
 def test_stored_profile_that_cannot_be_read_says_what_to_do(cache: Path) -> None:
@@ -364,6 +364,12 @@ def test_stored_profile_that_cannot_be_read_says_what_to_do(cache: Path) -> None
 @pytest.mark.parametrize("device", ["cuda", "meta"])
 def test_devices_without_a_profile_of_their_own_get_one(device: str) -> None:
     assert load_profile(device).device == "cuda"
+
+
+def test_a_device_that_no_profile_describes_is_refused() -> None:
+    with pytest.raises(ProfileError, match="no shipped profile describes a device of type 'mps'"):
+        load_profile("mps")
+    assert load_profile("mps", "h100").device == "cuda"
 
 
 @pytest.mark.parametrize(("device", "says"), [("gpu", "no device is called"), ("meta", "cannot be measured")])

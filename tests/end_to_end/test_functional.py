@@ -24,7 +24,7 @@ def gradient_per_row(m: nn.Module, x: Tensor) -> Tensor:
 def inner_update(m: nn.Module, x: Tensor) -> Tensor:
     """One step of SGD inside the step, as meta-learning does."""
     parameters = dict(m.last.named_parameters())
-    gradients = func.grad(lambda now: func.functional_call(m.last, now, (x,)).square().mean())(parameters)
+    gradients = func.grad(lambda values: func.functional_call(m.last, values, (x,)).square().mean())(parameters)
     return func.functional_call(m.last, {name: p - 0.1 * gradients[name] for name, p in parameters.items()}, (x,))
 
 

@@ -363,4 +363,4 @@ def test_gradients_from_before_are_left_alone_with_one_warning() -> None:
     for each, x in ((other, X), (step, noise(2, 8)), (other, noise(2, 8))):
         each(x)
     assert_same(tensors_of(model), tensors_of(twin))
-    assert all(torch.equal(old, now.grad) for old, now in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(old, later.grad) for old, later in zip(before, model.parameters(), strict=True))

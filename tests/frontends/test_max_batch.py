@@ -339,7 +339,7 @@ def test_quick_searches_that_refuse_what_fits_do_not_lead_to_small_steps(monkeyp
 
 
 def test_a_size_that_the_lowest_plan_does_not_fit_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick search has made the plan of ``"min"`` where that needs little more than the budget: it has the last word."""
+    """A quick search has made the plan of ``"min"`` where that needs little more than the budget: that plan counts."""
     monkeypatch.setattr(largest, "_lowest", lambda error: error.plan)
     monkeypatch.setattr(largest.Largest, "_search", lambda self, size: Misleading(size, has_lowest=True))
     planned: list[int] = []

@@ -286,11 +286,15 @@ def test_kept_models_are_those_of_the_graph_as_it_is(name: str, monkeypatch: pyt
 
     def state(graph: TrainGraph) -> list[object]:
         nonlocal again
-        cached, now = getattr(graph.graph, _KEPT_AS, None), _state(graph)
-        if cached is not None and len(cached.state) == len(now) and all(map(operator.is_, cached.state, now)):
+        cached, state_of_graph = getattr(graph.graph, _KEPT_AS, None), _state(graph)
+        if (
+            cached is not None
+            and len(cached.state) == len(state_of_graph)
+            and all(map(operator.is_, cached.state, state_of_graph))
+        ):
             assert cached.memory == _Builder(graph).build()
             again += 1
-        return now
+        return state_of_graph
 
     monkeypatch.setattr("roamc.graph.memory._state", state)
     graph, _ = model_graph(name, "step")

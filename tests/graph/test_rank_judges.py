@@ -108,12 +108,12 @@ def test_a_gradient_that_is_under_way_is_not_there() -> None:
         waits={"mul_": "all_reduce"},
     )
     before = value_flow.read(graph, Numbers())
-    now = split_collectives(graph, ["all_reduce"])
-    value_flow.check(now, before, "overlap")
-    nodes = {node.name: node for node in operators(now.graph)}
+    after = split_collectives(graph, ["all_reduce"])
+    value_flow.check(after, before, "overlap")
+    nodes = {node.name: node for node in operators(after.graph)}
     nodes["all_reduce"].append(nodes["mul_"])
     with pytest.raises(VerifyError, match="decayed_1 is updated before its gradient all_reduce is there"):
-        value_flow.check(now, before, "overlap")
+        value_flow.check(after, before, "overlap")
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +169,10 @@ FAULTS: dict[str, tuple[str, Callable[[TrainGraph], TrainGraph]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_on_shards_is_named(pair: tuple[TrainGraph, TrainGraph], fault: str) -> None:
-    before, now = pair
+    before, after = pair
     message, plant = FAULTS[fault]
     with pytest.raises(VerifyError, match=f"after pass 'shard': .*{message}"):
-        shard_judge.check(before, plant(now), "shard")
+        shard_judge.check(before, plant(after), "shard")
 
 
 def test_what_the_pass_says_is_right(pair: tuple[TrainGraph, TrainGraph]) -> None:
@@ -181,15 +181,15 @@ def test_what_the_pass_says_is_right(pair: tuple[TrainGraph, TrainGraph]) -> Non
 
 
 def test_what_ranks_compare_is_kept(pair: tuple[TrainGraph, TrainGraph]) -> None:
-    now = pair[1]
-    for lost in (now.replace(agreements=()), without(now, inputs=())):
+    after = pair[1]
+    for lost in (after.replace(agreements=()), without(after, inputs=())):
         with pytest.raises(VerifyError, match="no longer compare what they must"):
-            check_graph(lost, "fuse", constraints(now))
-    (agreement,) = now.agreements
+            check_graph(lost, "fuse", constraints(after))
+    (agreement,) = after.agreements
     with pytest.raises(VerifyError, match="of one group compare more than once"):
-        check_graph(now.replace(agreements=(agreement, replace(agreement, inputs=()))), "fuse")
+        check_graph(after.replace(agreements=(agreement, replace(agreement, inputs=()))), "fuse")
     with pytest.raises(VerifyError, match="compare nothing, which is no input"):
-        check_graph(now.replace(agreements=(replace(agreement, inputs=("nothing",)),)), "fuse")
+        check_graph(after.replace(agreements=(replace(agreement, inputs=("nothing",)),)), "fuse")
 
 
 def test_ranks_that_run_collectives_again_compare_which() -> None:
@@ -201,24 +201,24 @@ def test_ranks_that_run_collectives_again_compare_which() -> None:
             again = graph.graph.node_copy(first)
         later = next(iter(reversed(first.users)))
         later.replace_input_with(first, again)
-        now = graph.replace(phase={**graph.phase, again.name: graph.phase[first.name]})
+        after = graph.replace(phase={**graph.phase, again.name: graph.phase[first.name]})
         with pytest.raises(
             VerifyError, match=f"collectives of '{GROUP}' run again, and its ranks do not compare which"
         ):
-            value_flow.check(now, before, retain.NAME)
-        value_flow.check(now.replace(agreements=(Agreement(GROUP, (), (), (), ""),)), before, retain.NAME)
+            value_flow.check(after, before, retain.NAME)
+        value_flow.check(after.replace(agreements=(Agreement(GROUP, (), (), (), ""),)), before, retain.NAME)
 
 
 def test_what_is_read_with_scores_by_class_is_compared() -> None:
     """A weight of each class, and the gradient of the loss."""
     graph = test_shard_loss.captured(lambda: Model(LOSSES["scores by class"]), 2, by_class=True)
-    now = test_shard_loss.on_shards(graph, 2)
-    ports = zip(placeholders(now.graph), now.inputs, strict=True)
+    after = test_shard_loss.on_shards(graph, 2)
+    ports = zip(placeholders(after.graph), after.inputs, strict=True)
     (tangent,) = [node.name for node, port in ports if port.role is Role.TANGENT]
-    (agreement,) = now.agreements
+    (agreement,) = after.agreements
     assert tangent in agreement.inputs
     for name in agreement.inputs:
-        left = without(now, inputs=tuple(other for other in agreement.inputs if other != name))
+        left = without(after, inputs=tuple(other for other in agreement.inputs if other != name))
         with pytest.raises(VerifyError, match=f"do not compare {name}, which"):
             shard_judge.check(graph, left, "shard")
 
@@ -251,10 +251,10 @@ class Scaled(nn.Module):
 def test_what_the_ranks_get_from_each_other_is_not_compared(scale: Callable[[Tensor], Tensor]) -> None:
     with planned_for({GROUP: range(2)}):
         graph = normal_form(split(Scaled(scale), 0, 2), (batch(),))
-        now = shard.apply(graph, shard.decide(graph, SEQUENCE))
-        shard_judge.check(graph, now, "shard")
-    names = {node.name: port.name for node, port in zip(placeholders(now.graph), now.inputs, strict=True)}
-    (agreement,) = now.agreements
+        after = shard.apply(graph, shard.decide(graph, SEQUENCE))
+        shard_judge.check(graph, after, "shard")
+    names = {node.name: port.name for node, port in zip(placeholders(after.graph), after.inputs, strict=True)}
+    (agreement,) = after.agreements
     compared = {names[name] for name in agreement.inputs}
     assert "factor" not in compared, compared
 
@@ -274,9 +274,9 @@ def test_parts_of_a_head_are_not_compared() -> None:
         batch = test_shard_loss.tokens_and_labels("none")
         graph = captured_step(model, batch, lambda model, *inputs: model(*inputs), torch.optim.SGD).graph
         graph = normalize.apply(graph, normalize.decide(graph, Options()))
-        now = test_shard_loss.on_shards(graph, 2)
-    names = {node.name: port.name for node, port in zip(placeholders(now.graph), now.inputs, strict=True)}
-    (agreement,) = now.agreements
+        after = test_shard_loss.on_shards(graph, 2)
+    names = {node.name: port.name for node, port in zip(placeholders(after.graph), after.inputs, strict=True)}
+    (agreement,) = after.agreements
     compared = {names[name] for name in agreement.inputs}
     assert {"weights", "batch[0]", "batch[1]", "norm.weight"} <= compared
     assert compared.isdisjoint({"head.weight", "up.weight", "down.weight"})

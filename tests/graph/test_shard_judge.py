@@ -328,8 +328,8 @@ def test_a_graph_is_itself(pair: Pair) -> None:
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_fault_is_named(pair: Pair, plant: Callable[[Editor], str]) -> None:
-    before, now = pair
-    edit = Editor(copied(now))
+    before, after = pair
+    edit = Editor(copied(after))
     message = plant(edit)
     with pytest.raises(VerifyError, match=message):
         check(before, edit.result, "shard")

@@ -127,10 +127,10 @@ def test_a_group_reads_and_writes_every_element_once(graph: TrainGraph) -> None:
 def test_groups_with_other_last_bits_are_refused_unless_fast(graph: TrainGraph) -> None:
     before = value_flow.read(graph, Numbers(), "capture")
     decision = fuse.decide(graph, Options(numerics="fast"))
-    now = fuse.apply(copied(graph), decision)
-    value_flow.check(now, before, "fuse", fast=True)
+    after = fuse.apply(copied(graph), decision)
+    value_flow.check(after, before, "fuse", fast=True)
     with pytest.raises(VerifyError, match="other last bits"):
-        value_flow.check(now, before, "fuse")
+        value_flow.check(after, before, "fuse")
 
 
 def test_operands_of_other_devices_and_dtypes_stay_outside() -> None:

@@ -255,8 +255,8 @@ def test_a_folder_that_cannot_be_written_is_said(gpu: Gpu, tmp_path: Path, caplo
 
 
 def test_timing_ends_and_kernels_that_move_most_come_first(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(0, 1000, 3))
-    monkeypatch.setattr(tuning, "clock", lambda: float(next(now)))
+    ticks = iter(range(0, 1000, 3))
+    monkeypatch.setattr(tuning, "clock", lambda: float(next(ticks)))
     groups = [group(rows=64), group(rows=128), group(rows=192)]
     said: list[str] = []
     with ticker.listening(said.append):

@@ -315,6 +315,8 @@ def text_of(name: str) -> str:
     for row in PIPELINE:
         decision: Any = decode.read(row.decision, plan.decisions[row.name], row.name)
         before = printed(graph)
+        row.decide(graph, options)
+        assert printed(graph) == before, "to decide changes nothing"
         graph = row.apply(graph, decision)
         check_graph(graph, row.name, deep=True)
         if row.name == name:

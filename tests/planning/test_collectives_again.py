@@ -170,11 +170,11 @@ def test_ranks_compare_which_collectives_run_again_before_the_first_step() -> No
 def test_curve_counts_gathers_of_a_plan_without_a_budget_as_added_time() -> None:
     options = Options(shard="sequence", profile="a100", layout_nodes=1000)
     trials = search.PlanSearch(graph_of("gpt"), options, many=True)
-    now = trials.run().plan
-    assert now.added_seconds == 0
+    plan = trials.run().plan
+    assert plan.added_seconds == 0
     prices = cost.prices(planned("gpt", "sequence").graph, cost.load_profile(profile="a100"))
-    assert trials.counted(now).added_seconds == pytest.approx(sum(prices.values()) - trials.alone)
-    roomy = trials.attempt(2 * now.needed_bytes).plan
+    assert trials.counted(plan).added_seconds == pytest.approx(sum(prices.values()) - trials.alone)
+    roomy = trials.attempt(2 * plan.needed_bytes).plan
     assert trials.counted(roomy) == roomy
     assert roomy.added_seconds == 0
 

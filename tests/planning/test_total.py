@@ -67,7 +67,7 @@ def _graph(name: str) -> tuple[TrainGraph, int]:
     return capture(workload, device=torch.device("cuda")), held
 
 
-@pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "a100-40", "a100-80", "l40s", "l4", "rtx4090"])
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", MODELS)
 def test_total_is_the_sum_by_hand_and_the_verdict_right(name: str, gpu: str) -> None:
     graph, held = _graph(name)

@@ -169,7 +169,7 @@ def test_saved_tensor_outside_the_arena_is_written_over_only_if_nobody_reads_it_
     results = pair.forward([*(p.detach() for p in model.parameters()), x])
     before = [t.clone() for t in results]
     once = pair.backward([*results[pair.first_saved :], noise(4, 8)])
-    unchanged = all(torch.equal(now, then) for now, then in zip(results, before, strict=True))
+    unchanged = all(torch.equal(after, then) for after, then in zip(results, before, strict=True))
     assert unchanged is keeps_graph
     again = pair.backward([*before[pair.first_saved :], noise(4, 8)])
     assert_same(list(again), list(once))

@@ -62,9 +62,9 @@ def mark(joint: fx.Graph, dynamo: str) -> tuple[int, int]:
         if node.target is torch.ops.aten.copy_.default:
             node.meta[WROTE_OVER] = True
             continue
-        due = waiting.get(_line(node))
-        if due and _stem(node) in due[0]:
-            due.popleft()
+        expected = waiting.get(_line(node))
+        if expected and _stem(node) in expected[0]:
+            expected.popleft()
             inside = True
         elif inside and not (_stem(node) in _SCATTERS or _views_a_scatter(node) or _is_scattered(node)):
             inside = False

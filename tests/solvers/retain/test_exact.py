@@ -99,12 +99,12 @@ def count_peak(
     newest: dict[int, int] = {}
     versions: list[list[int]] = []  # buffer, born, last
     fresh: list[list[int]] = []
-    for now, (op, renewed) in enumerate(runs):
+    for at, (op, renewed) in enumerate(runs):
         for k in reads[op]:
-            versions[newest[k]][2] = now
+            versions[newest[k]][2] = at
         fresh.append([])
         for k in makes[op]:
-            versions.append([k, now, now])
+            versions.append([k, at, at])
             fresh[-1].append(len(versions) - 1)
             if renewed == [-1] or k in renewed:
                 newest[k] = len(versions) - 1
@@ -112,20 +112,20 @@ def count_peak(
         if order.kept[k]:
             versions[version][2] = len(runs)
     gone: set[int] = set()
-    for now, (_, renewed) in enumerate(runs):
-        for v in fresh[now]:
+    for at, (_, renewed) in enumerate(runs):
+        for v in fresh[at]:
             result = versions[v][0]
-            if renewed != [-1] and versions[v][2] == now:
+            if renewed != [-1] and versions[v][2] == at:
                 continue
             for reused in order.reusable[order.reusable_start[result] : order.reusable_start[result + 1]].tolist():
-                dying = [w for w, row in enumerate(versions) if row[0] == reused and row[2] == now and row[1] < now]
+                dying = [w for w, row in enumerate(versions) if row[0] == reused and row[2] == at and row[1] < at]
                 if dying and dying[0] not in gone:
                     gone.add(dying[0])
                     break
     live = [int(order.workspace[op]) for op, _ in runs]
     for v, (k, born, last) in enumerate(versions):
-        for now in range(born, min(last, len(runs) - 1) + 1 - (v in gone)):
-            live[now] += int(order.size[k])
+        for at in range(born, min(last, len(runs) - 1) + 1 - (v in gone)):
+            live[at] += int(order.size[k])
     return max(live, default=0)
 
 
