@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from roamc.cli.asked import _LEFT_OUT
+from roamc.cli.commands import app
 from roamc.cli.models import MODELS
-from roamc.cli.words import PLAIN, check_optimizer
+from roamc.cli.saved import WITHOUT_GRAPH
+from roamc.cli.words import NEED_TORCH, OF_LAYERS, PLAIN, WITHOUT_MODEL, check_optimizer
 from roamc.cli.zoo import DTYPES, RECIPES
 from roamc.errors import OptionError
+from roamc.options import Options
 
 PROGRAM = """
 import sys
@@ -57,6 +64,13 @@ def test_wrong_words_are_refused_without_torch(words: list[str], said: str) -> N
 def test_an_optimizer_that_is_no_choice_is_refused() -> None:
     with pytest.raises(OptionError, match=r"unknown optimizer 'compact'.* Optimizers: sgd, adam, adamw, none"):
         check_optimizer("compact", PLAIN)
+
+
+def test_rules_about_parameters_and_options_name_some_that_there_are() -> None:
+    commands: Any = typer.main.get_command(app)
+    parameters = {each.name for command in commands.commands.values() for each in command.params}
+    assert {*WITHOUT_MODEL, *OF_LAYERS, *WITHOUT_GRAPH, *_LEFT_OUT} <= parameters
+    assert set(NEED_TORCH) <= {field.name for field in fields(Options)}
 
 
 def test_models_are_listed_without_torch() -> None:
