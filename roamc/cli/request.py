@@ -276,7 +276,7 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
     if request.is_dump:
         start = time.perf_counter()
         with ticker.listening(say):
-            graph = devices.noted(dumps.graph_in(request), options, _device(request))
+            graph = _timed(dumps.graph_in(request), request, options)
         return graph, time.perf_counter() - start
     with redirect_stdout(sys.stderr), built_for(device_of(request.device)):  # what users' code prints is no answer
         workload = on_mesh(workload_of(request), mesh)
@@ -295,7 +295,16 @@ def _captured(request: Request, options: Options, mesh: Mesh, say: Say) -> tuple
     if request.target in MODELS and Path(request.target, "config.json").is_file():
         notes = (f"this is the built-in model; ./{request.target} plans the folder of that name", *notes)
     graph = graph.replace(**_stage(request).of_graph, notes=(*graph.notes, *notes))
-    return devices.noted(graph, options, _device(request)), time.perf_counter() - start
+    return _timed(graph, request, options), time.perf_counter() - start
+
+
+def _timed(graph: TrainGraph, request: Request, options: Options) -> TrainGraph:
+    """The graph, with a note on whose times its plan has if they are not those of this machine or a profile by name."""
+    graph = devices.noted(graph, options, _device(request))
+    if options.profile is not None or load_profile(main_device(graph)).name == "measured":
+        return graph
+    note = "times are those of a shipped profile; roamc calibrate measures this machine"
+    return graph.replace(notes=(*graph.notes, note))
 
 
 def _planned(

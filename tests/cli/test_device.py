@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import roamc
 from roamc.capture.moved import built_for
 from roamc.cli.request import Request, answer
+from roamc.cost import load_profile, store_profile
 from roamc.frontends.workload import from_file
 from tests.cli.test_cli import SMALL, run
 
@@ -96,6 +98,17 @@ def test_profile_gives_the_times_and_not_the_bytes() -> None:
     assert "times are those of the device profile a100" in named[1]["notes"]
     as_option = json.loads(run_plan("gpt", *GPU, "--memory-budget", "80%", "--option", "profile=a100"))
     assert as_option["step_seconds"] == named[1]["step_seconds"]
+
+
+def test_a_plan_for_a_cpu_says_if_its_times_are_not_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roamc.cost.profile.measured_folder", lambda: tmp_path)
+    note = "times are those of a shipped profile; roamc calibrate measures this machine"
+    assert note in json.loads(run_plan("gpt", *SMALL))["notes"]
+    assert note not in json.loads(run_plan("gpt", *SMALL, "--profile", "cpu"))["notes"]
+    store_profile(replace(load_profile("cpu", "cpu"), name="measured", threads=torch.get_num_threads()))
+    assert note not in json.loads(run_plan("gpt", *SMALL))["notes"]
 
 
 def test_profile_is_read_for_a_cpu_as_well() -> None:
