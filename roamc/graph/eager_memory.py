@@ -41,6 +41,7 @@ from roamc.graph.memory import (
 from roamc.graph.origin import SUM_OF_GRADIENTS
 from roamc.graph.rewrite import value_of
 from roamc.operators import ops
+from roamc.operators.call import call_of
 from roamc.operators.random import dropout_mask
 from roamc.units import Bytes
 
@@ -115,9 +116,10 @@ def _eager_bytes(node: fx.Node) -> Bytes:
 
 def _dropped_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of what a dropout drops elements of, if ``node`` makes the bool mask of one."""
-    if node.target is aten.native_dropout.default:
-        dropped = node.all_input_nodes[:1]
-    elif node.target is dropout_mask:
+    call = call_of(node)  # of a checkpoint that draws the mask again too
+    if call.target is aten.native_dropout.default:
+        dropped = [call.args[0]]
+    elif call.target is dropout_mask:
         dropped = [user for user in node.users if user.target is aten.native_dropout_backward.default]
     else:
         return None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import roamc
 from roamc.cli.demo.worker import peak_bytes
@@ -149,6 +150,9 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         wide(narrow) * 2, narrow.repeat(TIMES, 1)
     ),
     "dropout": lambda narrow, _: nn.functional.dropout(wide(narrow), 0.3).exp().sum(),
+    "dropout that a checkpoint runs again": lambda narrow, _: (
+        checkpoint(lambda x: nn.functional.dropout(wide(x), 0.3) @ x.mT, narrow, use_reentrant=False) * 2
+    ).sum(),
 }
 
 
