@@ -101,6 +101,7 @@ class Choice:
         together: bool = False,
         simulations: int = solver.EFFORT.simulations,
         first: bool = False,
+        enough: Seconds = 0.0,
     ) -> Decision:
         """Choose reruns and codecs so that no step has more than ``target`` live bytes, at the least added time.
 
@@ -111,6 +112,7 @@ class Choice:
                 :meth:`forget` is called.
             simulations: work limit for each set of codecs, in simulations of the whole schedule.
             first: leave out what :func:`roamc.passes.retain.offers.may_cost_more`.
+            enough: added time at which the search ends.
 
         Returns:
             The decision. If none within ``target`` is found, the one with the lowest peak, status ``"infeasible"``.
@@ -118,7 +120,7 @@ class Choice:
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
-        solution = self.search.solve(target, together=together, simulations=simulations, first=first)
+        solution = self.search.solve(target, together=together, simulations=simulations, first=first, enough=enough)
         return self._decision(solution, target)
 
     def forget(self) -> None:

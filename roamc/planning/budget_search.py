@@ -179,12 +179,15 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
     return lowest
 
 
-def within(attempt: Callable[[Bytes], T], highest: Bytes, seconds: Seconds, effort: Effort = EFFORT) -> list[T]:
+def within(
+    attempt: Callable[[Bytes], T], lowest: Bytes, highest: Bytes, seconds: Seconds, effort: Effort = EFFORT
+) -> list[T]:
     """Look for the lowest peak that adds at most ``seconds``, by halving what is left between two peaks.
 
     Args:
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Only ``asked_bytes`` and
             ``asked_seconds`` are read.
+        lowest: live bytes below which no plan adds so little.
         highest: bytes of the plan in which nothing runs again.
         seconds: most added time.
         effort: limits.
@@ -192,8 +195,10 @@ def within(attempt: Callable[[Bytes], T], highest: Bytes, seconds: Seconds, effo
     Returns:
         Those of the plans made that keep to ``seconds`` and are below ``highest`` and each other, the lowest first.
     """
-    kept, low, high = list[T](), 0, highest
+    kept, low, high = list[T](), lowest, highest
     for _ in range(effort.time_rounds):
+        if high - low <= highest >> effort.time_rounds:
+            break
         target = (low + high) // 2
         tried = attempt(target)
         keeps = tried.asked_seconds <= seconds and tried.asked_bytes < high

@@ -271,10 +271,11 @@ class PlanSearch:
         if not self.counted(planned.plan).adds_at_most(share):
             planned = self._first(Terms(LARGEST, terms.allowed))
         needed, most = planned.plan.needed_bytes, share * planned.plan.step_seconds
+        beyond = choice.least_bytes(most, needed, effort.aligned(needed))
         # With codecs that have an error the search goes other ways, at the end of which may stand more bytes.
         for first in (False, True) if self.options.codecs else (False,):
-            attempt = self._attempts(Terms(needed, terms.allowed), choice, first=first)
-            for tried in budget_search.within(attempt, needed, most, effort):
+            attempt = self._attempts(Terms(needed, terms.allowed), choice, first=first, enough=most)
+            for tried in budget_search.within(attempt, beyond, needed, most, effort):
                 if tried.asked_bytes + cost.objects(tried.asked_bytes) >= planned.plan.needed_bytes:
                     break  # this one and those behind it can hardly need less
                 lower = tried.planned
@@ -319,14 +320,19 @@ class PlanSearch:
                 plans += budget_search.search(first, self._least(terms), attempt, limit, effort)
         return plans
 
-    def _attempts(self, terms: Terms, choice: retain.Choice, *, first: bool = False) -> Callable[[Bytes], _Attempt]:
-        """Return a function that asks ``choice`` for a number of live bytes, whatever it was asked for before."""
+    def _attempts(
+        self, terms: Terms, choice: retain.Choice, *, first: bool = False, enough: Seconds = 0.0
+    ) -> Callable[[Bytes], _Attempt]:
+        """Return a function that asks ``choice`` for a number of live bytes, whatever it was asked for before.
+
+        ``first`` and ``enough`` are those of :meth:`roamc.passes.retain.Choice.decide`.
+        """
         choice.forget()
 
         def attempt(target: Bytes) -> _Attempt:
             ticker.say(f"{retain.NAME}: what runs again for a peak of {format_bytes(target)}")
             with self._watch.of(retain.NAME):
-                decision = choice.decide(target, first=first)
+                decision = choice.decide(target, first=first, enough=enough)
             strained = decision.peak_bytes > target
             make = functools.partial(self._made, decision, terms)
             return _Attempt(decision.peak_bytes, strained, make, decision.added_seconds, terms)

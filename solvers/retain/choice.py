@@ -66,7 +66,13 @@ class Choice:
         self.forget()
 
     def solve(
-        self, budget: Bytes, *, together: bool = False, simulations: int | None = None, first: bool = False
+        self,
+        budget: Bytes,
+        *,
+        together: bool = False,
+        simulations: int | None = None,
+        first: bool = False,
+        enough: Seconds = 0.0,
     ) -> RetainSolution:
         """Return reruns and offers that bring the peak of live bytes within `budget` and add few seconds.
 
@@ -75,10 +81,13 @@ class Choice:
             it, it depends on earlier calls only by the offers that won last.
         simulations: work limit for each set of offers, in simulations of its schedule; None for `effort.simulations`.
         first: ask those offers alone that are asked alone as well; the bound is that of all.
+        enough: the search ends with an answer within `budget` that adds at most so many seconds.
         """
-        answers = [] if self._first is None else [self._first.solve(budget, together=together, simulations=simulations)]
-        if not answers or (not first and answers[0].rank(budget) > (False, 0.0, math.inf)):
-            answers.append(self._solve(budget, self._known if together else {}, simulations))
+        answers = list[RetainSolution]()
+        if self._first is not None:
+            answers.append(self._first.solve(budget, together=together, simulations=simulations, enough=enough))
+        if not answers or (not first and answers[0].rank(budget) > (False, enough, math.inf)):
+            answers.append(self._solve(budget, self._known if together else {}, simulations, enough=enough))
         best = min(answers, key=lambda one: one.rank(budget))
         return best if self._first is None else _bounded(best, budget, self.bounds.seconds(budget))
 
@@ -145,22 +154,31 @@ class Choice:
         return self._encoded[taken]
 
     def _solve(
-        self, budget: Bytes, frontiers: Known, simulations: int | None = None, sets: Sequence[Taken] = ()
+        self,
+        budget: Bytes,
+        frontiers: Known,
+        simulations: int | None = None,
+        sets: Sequence[Taken] = (),
+        enough: Seconds = 0.0,
     ) -> RetainSolution:
         """As `solve`, to begin with `frontiers`; what is found goes there too. Only `sets` are tried, if given."""
         offers = self.problem.offers
         bound = self.bounds.seconds(budget) if offers else 0.0
         answers: list[RetainSolution] = []
         for taken in sets or self._sets(budget, bound, frontiers):
-            answer = self._ask(taken, budget, frontiers, simulations)
+            answer = self._ask(taken, budget, frontiers, simulations, enough, _least(answers, budget))
             answers.append(answer)
+            if answer.peak_bytes <= budget and 0.0 < answer.seconds <= enough:
+                break
             fewer = self._fewer(answer, budget)
             least = answer.seconds - self._seconds(taken) + self._seconds(fewer)  # fewer offers save no reruns
-            if fewer and least < min(one.seconds for one in answers if one.peak_bytes <= budget):
-                answers.append(self._ask(fewer, budget, frontiers, simulations))
+            rival = _least(answers, budget)
+            if fewer and least < rival:
+                answers.append(self._ask(fewer, budget, frontiers, simulations, enough, rival))
                 if answers[-1].taken == min(answers, key=lambda one: one.rank(budget)).taken:
                     more = [tuple(sorted((*fewer, place))) for place in taken if place not in fewer][:MORE]
-                    answers += [self._ask(one, budget, frontiers, simulations) for one in more]
+                    rival = _least(answers, budget)
+                    answers += [self._ask(one, budget, frontiers, simulations, enough, rival) for one in more]
             if self._good(min(answers, key=lambda one: one.rank(budget)), budget, bound):
                 break
         if not offers:
@@ -221,12 +239,21 @@ class Choice:
                 needless.add(solution.taken[row])
         return needless
 
-    def _ask(self, taken: Taken, budget: Bytes, frontiers: Known, simulations: int | None) -> RetainSolution:
+    def _ask(
+        self,
+        taken: Taken,
+        budget: Bytes,
+        frontiers: Known,
+        simulations: int | None,
+        enough: Seconds = 0.0,
+        rival: Seconds = math.inf,
+    ) -> RetainSolution:
         """The solver's reruns for the schedule with these offers, with the seconds of the offers added."""
         frontier = self._frontier(taken, frontiers)
         limit = None if simulations is None else simulations * self.encoded(taken).problem.num_ops
-        answer = frontier.solve(budget, work_limit=limit)
-        return replace(answer, taken=taken, seconds=answer.seconds + self._seconds(taken)) if taken else answer
+        own = self._seconds(taken)
+        answer = frontier.solve(budget, work_limit=limit, enough=enough - own, rival=rival - own)
+        return replace(answer, taken=taken, seconds=answer.seconds + own) if taken else answer
 
     def _frontier(self, taken: Taken, frontiers: Known) -> Frontier:
         if taken not in frontiers:
@@ -237,6 +264,11 @@ class Choice:
 
     def _seconds(self, taken: Taken) -> Seconds:
         return math.fsum(self.problem.offers[place].seconds for place in taken)
+
+
+def _least(answers: Sequence[RetainSolution], budget: Bytes) -> Seconds:
+    """The fewest seconds of the answers within the budget."""
+    return min((one.seconds for one in answers if one.peak_bytes <= budget), default=math.inf)
 
 
 def _bounded(solution: RetainSolution, budget: Bytes, bound: Seconds) -> RetainSolution:

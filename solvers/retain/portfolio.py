@@ -100,7 +100,9 @@ class Frontier:
     def __post_init__(self) -> None:
         self._search, self._bounds = self.ground.search.anew(), self.ground.bounds.anew()
 
-    def solve(self, budget: Bytes, *, work_limit: int | None = None) -> RetainSolution:
+    def solve(
+        self, budget: Bytes, *, work_limit: int | None = None, enough: Seconds = 0.0, rival: Seconds = math.inf
+    ) -> RetainSolution:
         """Search for reruns within `budget`, and return the best solution for it, by `rank_of`, found so far.
 
         The search begins with the solution whose peak is nearest to the budget. The answer may have been found for
@@ -110,9 +112,11 @@ class Frontier:
         budget: bytes.
         work_limit: of this call: operators that simulations run plus arcs of the bound's networks; None for
             `effort.simulations` simulations of the whole schedule.
+        enough: the search ends with a solution within the budget that adds at most so many seconds.
+        rival: seconds of an answer from elsewhere: little work is done for what adds more than these.
         """
         limit = self._search.work + self.ground.limit(work_limit)
-        own = _Run(self._search, self._bounds, self.ground, budget, limit).solve(self._start(budget))
+        own = _Run(self._search, self._bounds, self.ground, budget, limit, enough, rival).solve(self._start(budget))
         self.answers.append(own)
         best = min(self.answers, key=lambda solution: solution.rank(budget))
         least = min(solution.least_peak_bytes for solution in self.answers)
@@ -160,6 +164,7 @@ class _Run:
     """One call of `solve`: what has been found, and when to stop.
 
     limit: the value of `search.work` at which searches stop.  began: its value at the beginning.
+    enough: seconds of a state within the budget at which they stop.  rival: seconds of an answer from elsewhere, see `loses`.
     bound: lower bound in seconds.  complete: whether all combinations are tried.  best: the best state so far.
     elsewhere: work of copies of this run, see `with_and_without`.  stopped: whether one of them reached the limit.
     shortcuts: see `lower`; copies of this run have the same list.
@@ -170,6 +175,8 @@ class _Run:
     ground: Ground
     budget: Bytes
     limit: int
+    enough: Seconds = 0.0
+    rival: Seconds = math.inf
     bound: Seconds = 0.0
     complete: bool = False
     elsewhere: int = 0
@@ -217,6 +224,8 @@ class _Run:
             for cut in tried.with_and_without(_Run.from_cuts):
                 if above(cut.best, cut.budget):
                     cut.go_low()
+                if cut.loses():
+                    continue
                 for near in cut.with_and_without(_Run.improve):
                     near.anneal()
         self.take_shortcuts()
@@ -301,7 +310,18 @@ class _Run:
     def improve(self) -> None:
         """Search the neighbourhoods of the best state, if it is within the budget and something is left to do."""
         if not self.closed() and not self.late() and not above(self.best, self.budget):
-            self.offer(improve(self.search, self.best, self.budget, self.limit, self.bound))
+            self.offer(improve(self.search, self.best, self.budget, self.limit, max(self.bound, self.enough)))
+
+    def loses(self) -> bool:
+        """Return whether what adds more seconds than the rival still does after a part of the work for improving it."""
+        effort, left = self.ground.effort, self.limit - self.search.work
+        part = max(left // effort.rival_divisor, effort.rival_work)
+        if self.best.score.seconds <= self.rival or part >= left:
+            return False
+        self.limit -= left - part
+        self.improve()
+        self.limit += left - part
+        return self.best.score.seconds > self.rival
 
     def anneal(self) -> None:
         """Anneal the best state in rounds, while that helps; the further its seconds are above the bound, the longer.
@@ -334,8 +354,9 @@ class _Run:
         return self.search.work >= self.limit
 
     def closed(self) -> bool:
-        """Return whether the best state is within the budget and its seconds meet the bound."""
-        return not above(self.best, self.budget) and self.best.score.seconds <= self.bound * (1 + CLOSE)
+        """Return whether the best state is within the budget and its seconds meet the bound, or are enough."""
+        goal = max(self.bound * (1 + CLOSE), self.enough)
+        return not above(self.best, self.budget) and self.best.score.seconds <= goal
 
     def answer(self) -> RetainSolution:
         """Return the best state as a solution, with its reruns, bound, status and work."""

@@ -108,6 +108,23 @@ def test_offers_behind_the_first_cost_no_seconds(problem: RetainProblem, share: 
     assert after.bound_seconds <= before.bound_seconds or after.peak_bytes < before.peak_bytes
 
 
+@PROPERTY
+@given(problems(10), st.floats(0.3, 1), st.floats(0.5, 3), st.integers(0, 2**32))
+def test_a_search_ends_with_what_is_enough(problem: RetainProblem, share: float, times: float, seed: int) -> None:
+    whole = offered(problem, random.Random(seed))
+    budget = int(peak_bytes(problem.order, problem.sequence) * share)
+    best = Choice(whole).solve(budget)
+    enough = best.seconds * times
+    answer = Choice(whole).solve(budget, enough=enough)
+    assert (answer.status is Status.INFEASIBLE) == (best.status is Status.INFEASIBLE)
+    report = validate(
+        encoded(whole, answer.taken).problem, budget, answer, sum(whole.offers[place].seconds for place in answer.taken)
+    )
+    assert report.good, report.detail
+    if best.status is not Status.INFEASIBLE:
+        assert answer.seconds <= max(best.seconds, enough) * (1 + 1e-9) + 1e-12
+
+
 @settings(PROPERTY, max_examples=25)  # each solves up to 64 problems
 @given(problems(7), st.floats(0.3, 1), st.integers(0, 2**32))
 def test_no_set_of_offers_is_below_the_bound(problem: RetainProblem, share: float, seed: int) -> None:
