@@ -164,7 +164,8 @@ class _Run:
     """One call of `solve`: what has been found, and when to stop.
 
     limit: the value of `search.work` at which searches stop.  began: its value at the beginning.
-    enough: seconds of a state within the budget at which they stop.  rival: seconds of an answer from elsewhere, see `loses`.
+    enough: seconds of a state within the budget at which they stop.
+    rival: seconds of an answer from elsewhere, see `loses`.
     bound: lower bound in seconds.  complete: whether all combinations are tried.  best: the best state so far.
     elsewhere: work of copies of this run, see `with_and_without`.  stopped: whether one of them reached the limit.
     shortcuts: see `lower`; copies of this run have the same list.

@@ -144,6 +144,19 @@ def test_what_is_found_for_one_budget_serves_the_others(seed: int) -> None:
     assert rising == sorted(rising)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_little_work_is_done_for_what_another_answer_beats(seed: int) -> None:
+    problem = layered(5, seed)
+    budget = full_peak(problem) * 6 // 10
+    ground = Ground(problem, replace(EFFORT, rival_work=0))
+    alone = Frontier(ground).solve(budget)
+    assert Frontier(ground).solve(budget, rival=alone.seconds * 2) == alone
+    beaten = Frontier(ground).solve(budget, rival=alone.seconds / 2)
+    check(problem, budget, beaten)
+    assert beaten.seconds >= alone.seconds
+    assert beaten.work < alone.work / 2
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_start_is_never_made_worse(seed: int) -> None:
     problem = layered(5, seed)
