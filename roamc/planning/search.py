@@ -323,7 +323,7 @@ class PlanSearch:
     def _attempts(
         self, terms: Terms, choice: retain.Choice, *, first: bool = False, enough: Seconds = 0.0
     ) -> Callable[[Bytes], _Attempt]:
-        """Return a function that asks ``choice.decide`` for a number of live bytes, whatever it was asked for before."""
+        """Return a function that asks ``choice.decide`` for a number of live bytes, whatever it was asked before."""
         choice.forget()
 
         def attempt(target: Bytes) -> _Attempt:
