@@ -141,11 +141,6 @@ def make(target: str, settings: Settings) -> Workload:
 def _read(target: str) -> dict[str, Any]:
     """The content of a configuration's file, checked to be one of transformers."""
     path = Path(target)
-    if not path.exists():
-        raise OptionError(
-            f"{target}: no such file or folder; roamc downloads nothing, so give the folder of a model, with its "
-            "config.json"
-        )
     if path.is_dir():
         pipeline = (path / "model_index.json").is_file()
         path /= "config.json"

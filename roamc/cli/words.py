@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from re import fullmatch
 from typing import Any
 
@@ -90,6 +91,11 @@ def check_words(asked: Asked) -> None:
         checked(request.target, settings_in(request))
     elif not is_function(request.target):
         check_task(settings_in(request).get("task"))
+        if not Path(request.target).exists():
+            raise OptionError(
+                f"{request.target}: no such file or folder; roamc downloads nothing, so give the folder of a model, "
+                "with its config.json"
+            )
 
 
 def _check_autocast(request: Request) -> None:

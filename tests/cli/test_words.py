@@ -49,6 +49,7 @@ def ended(*words: str) -> tuple[str, str]:
         (["plan", "gpt", "--device", "tpu"], "--device must be one of cpu, cuda, not 'tpu'"),
         (["plan", "gpt", "--gpu", "h100", "--device", "cpu"], "--gpu h100 plans for a GPU, and --device cpu for a CPU"),
         (["plan", "config.json", "--task", "causal"], "unknown task 'causal'; did you mean 'causal-lm'? Tasks: "),
+        (["plan", "no/such/model"], "no/such/model: no such file or folder; roamc downloads nothing"),
         (["plan", "gpt", "--autocast", "fp8"], "--autocast takes bf16 or fp16, not 'fp8'"),
         (["plan", "a.py:f", "--autocast", "bf16", "--gpu", "h100"], "call it under torch.autocast('cuda', torch."),
         (["plan", "a.py:f", "--gradient-checkpointing"], "call model.gradient_checkpointing_enable() or torch.utils."),
