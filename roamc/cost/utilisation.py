@@ -18,8 +18,7 @@ from roamc.cost.count import Flops, flops
 from roamc.cost.predict import dtype_of, step_seconds
 from roamc.cost.profile import DeviceProfile
 from roamc.graph import Phase, TrainGraph, operators
-from roamc.operators import ops
-from roamc.operators.call import call_of
+from roamc.graph.second_runs import second_runs
 from roamc.units import Seconds
 
 Products = Mapping[str, Flops]
@@ -57,27 +56,8 @@ def all_products(graph: TrainGraph) -> Products:
 
 
 def model_products(graph: TrainGraph) -> Products:
-    """Count the FLOPs of the products of a captured graph, without those of backward that forward has made as well.
-
-    Such are the second runs of ``torch.utils.checkpoint``. A random operator counts as drawing the same again.
-    """
-    numbers: dict[fx.Node, int] = {}
-    forward_numbers: dict[str, int] = {}
-    again: set[fx.Node] = set()
-    for node in graph.graph.nodes:
-        numbers[node] = len(numbers)
-        if node.op != "call_function":
-            continue
-        if ops.rule(node.target).renames:
-            numbers[node] = numbers[node.all_input_nodes[0]]
-            continue
-        call = call_of(node)
-        key = f"{call.target} {fx.map_arg((call.args, call.kwargs), lambda argument: f'%{numbers[argument]}')}"
-        if graph.phase[node.name] is Phase.FORWARD:
-            forward_numbers.setdefault(key, numbers[node])
-        elif key in forward_numbers:
-            again.add(node)
-        numbers[node] = forward_numbers.get(key, numbers[node])
+    """Count the FLOPs of the products of a captured graph, without :func:`roamc.graph.second_runs.second_runs`."""
+    again = second_runs(graph.graph, {node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD})
     return _by_dtype([node for node in operators(graph.graph) if node not in again])
 
 

@@ -40,6 +40,7 @@ from roamc.graph.memory import (
 )
 from roamc.graph.origin import SUM_OF_GRADIENTS
 from roamc.graph.rewrite import value_of
+from roamc.graph.second_runs import second_runs
 from roamc.operators import ops
 from roamc.operators.call import call_of
 from roamc.operators.random import dropout_mask
@@ -279,9 +280,16 @@ def _adds_up_what_was_broadcast(node: fx.Node, is_read: bool) -> bool:
 
 
 def _nodes_of_autograd(memory: MemoryModel) -> Iterator[tuple[int, Step, Step]]:
-    """Yield (number, first operator, operator behind the last) of each node of autograd."""
+    """Yield (number, first operator, operator behind the last) of each node of autograd.
+
+    What a checkpoint runs again for a node that has saved it is no part of the node's formula.
+    """
+    graph = memory.operators[0].node.graph if memory.operators else fx.Graph()
+    again = second_runs(graph, {each.node for each in memory.operators if each.phase is Phase.FORWARD})
     begin = 0
-    for number, members in itertools.groupby(memory.operators, _node_of_autograd):
+    for number, members in itertools.groupby(
+        memory.operators, lambda operator: None if operator.node in again else _node_of_autograd(operator)
+    ):
         end = begin + sum(1 for _ in members)
         if number is not None:
             yield number, begin, end
