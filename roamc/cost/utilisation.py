@@ -57,7 +57,8 @@ def all_products(graph: TrainGraph) -> Products:
 
 def model_products(graph: TrainGraph) -> Products:
     """Count the FLOPs of the products of a captured graph, without :func:`roamc.graph.second_runs.second_runs`."""
-    again = second_runs(graph.graph, {node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD})
+    forward = {node for node in operators(graph.graph) if graph.phase[node.name] is Phase.FORWARD}
+    again = second_runs(graph.graph, forward)
     return _by_dtype([node for node in operators(graph.graph) if node not in again])
 
 

@@ -150,12 +150,12 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         wide(narrow) * 2, narrow.repeat(TIMES, 1)
     ),
     "dropout": lambda narrow, _: nn.functional.dropout(wide(narrow), 0.3).exp().sum(),
-    "an operator that a checkpoint runs again": lambda narrow, _: (
-        checkpoint(lambda x: wide(x).exp(), narrow, use_reentrant=False).sum()
-    ),
-    "operators that a checkpoint runs again": lambda narrow, _: (
-        checkpoint(lambda x: wide(x).exp().sin().exp(), narrow, use_reentrant=False).sum()
-    ),
+    "an operator that a checkpoint runs again": lambda narrow, _: checkpoint(
+        lambda x: wide(x).exp(), narrow, use_reentrant=False
+    ).sum(),
+    "operators that a checkpoint runs again": lambda narrow, _: checkpoint(
+        lambda x: wide(x).exp().sin().exp(), narrow, use_reentrant=False
+    ).sum(),
     "dropout that a checkpoint runs again": lambda narrow, _: (
         checkpoint(lambda x: nn.functional.dropout(wide(x), 0.3) @ x.mT, narrow, use_reentrant=False) * 2
     ).sum(),
