@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -287,19 +287,18 @@ def _nodes_of_autograd(memory: MemoryModel) -> Iterator[tuple[int, Step, Step]]:
     graph = memory.operators[0].node.graph if memory.operators else fx.Graph()
     again = second_runs(graph, {each.node for each in memory.operators if each.phase is Phase.FORWARD})
     begin = 0
-    for number, members in itertools.groupby(
-        memory.operators, lambda operator: None if operator.node in again else _node_of_autograd(operator)
-    ):
+    for number, members in itertools.groupby(memory.operators, lambda operator: _node_of_autograd(operator, again)):
         end = begin + sum(1 for _ in members)
         if number is not None:
             yield number, begin, end
         begin = end
 
 
-def _node_of_autograd(operator: Operator) -> int | None:
+def _node_of_autograd(operator: Operator, again: Collection[fx.Node]) -> int | None:
     """The number of the node of autograd that ``operator`` is a part of; None if it is of none, or not known."""
-    own = operator.phase is Phase.BACKWARD and not operator.node.meta.get(SUM_OF_GRADIENTS)
-    number: int | None = operator.node.meta.get("seq_nr") if own else None
+    node = operator.node
+    own = operator.phase is Phase.BACKWARD and node not in again and not node.meta.get(SUM_OF_GRADIENTS)
+    number: int | None = node.meta.get("seq_nr") if own else None
     return number
 
 

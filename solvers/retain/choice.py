@@ -166,18 +166,17 @@ class Choice:
         bound = self.bounds.seconds(budget) if offers else 0.0
         answers: list[RetainSolution] = []
         for taken in sets or self._sets(budget, bound, frontiers):
-            answer = self._ask(taken, budget, frontiers, simulations, enough, _least(answers, budget))
+            answer = self._ask(taken, budget, frontiers, simulations, enough, _fewest(answers, budget))
             answers.append(answer)
-            if answer.peak_bytes <= budget and 0.0 < answer.seconds <= enough:
+            if answer.peak_bytes <= budget and answer.seconds <= enough:
                 break
-            fewer = self._fewer(answer, budget)
+            fewer, rival = self._fewer(answer, budget), _fewest(answers, budget)
             least = answer.seconds - self._seconds(taken) + self._seconds(fewer)  # fewer offers save no reruns
-            rival = _least(answers, budget)
             if fewer and least < rival:
                 answers.append(self._ask(fewer, budget, frontiers, simulations, enough, rival))
                 if answers[-1].taken == min(answers, key=lambda one: one.rank(budget)).taken:
                     more = [tuple(sorted((*fewer, place))) for place in taken if place not in fewer][:MORE]
-                    rival = _least(answers, budget)
+                    rival = answers[-1].seconds
                     answers += [self._ask(one, budget, frontiers, simulations, enough, rival) for one in more]
             if self._good(min(answers, key=lambda one: one.rank(budget)), budget, bound):
                 break
@@ -266,7 +265,7 @@ class Choice:
         return math.fsum(self.problem.offers[place].seconds for place in taken)
 
 
-def _least(answers: Sequence[RetainSolution], budget: Bytes) -> Seconds:
+def _fewest(answers: Sequence[RetainSolution], budget: Bytes) -> Seconds:
     """The fewest seconds of the answers within the budget."""
     return min((one.seconds for one in answers if one.peak_bytes <= budget), default=math.inf)
 

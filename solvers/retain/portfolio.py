@@ -308,10 +308,14 @@ class _Run:
         search.lowest = min(stop.lowest, search.lowest, key=lambda state: state.score.peak)
         self.offer(low)
 
-    def improve(self) -> None:
-        """Search the neighbourhoods of the best state, if it is within the budget and something is left to do."""
+    def improve(self, limit: int | None = None) -> None:
+        """Search the neighbourhoods of the best state, if it is within the budget and something is left to do.
+
+        limit: the value of `search.work` at which this search stops; None for that of the call.
+        """
         if not self.closed() and not self.late() and not above(self.best, self.budget):
-            self.offer(improve(self.search, self.best, self.budget, self.limit, max(self.bound, self.enough)))
+            limit, enough = self.limit if limit is None else limit, max(self.bound, self.enough)
+            self.offer(improve(self.search, self.best, self.budget, limit, enough))
 
     def loses(self) -> bool:
         """Return whether what adds more seconds than the rival still does after a part of the work for improving it."""
@@ -319,9 +323,7 @@ class _Run:
         part = max(left // effort.rival_divisor, effort.rival_work)
         if self.best.score.seconds <= self.rival or part >= left:
             return False
-        self.limit -= left - part
-        self.improve()
-        self.limit += left - part
+        self.improve(self.search.work + part)
         return self.best.score.seconds > self.rival
 
     def anneal(self) -> None:
