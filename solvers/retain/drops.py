@@ -16,15 +16,33 @@ that it reads may be updated by then) is kept too.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from roamc.solvers.arrays import FloatArray, IntArray, LongArray
+from roamc.solvers.arrays import BoolArray, FloatArray, IntArray, LongArray
 from roamc.solvers.compiled import compiled_uncounted
+from roamc.solvers.retain.effort import INSTANT
+from roamc.solvers.retain.offers import Seconds
 from roamc.solvers.retain.search import Search, State
 from roamc.solvers.retain.simulate import Room, boundary_run
 from roamc.solvers.retain.tables import Tables
 from roamc.solvers.retain.ways import ALONE, TRANSIENT, WAYS, WITH_INPUTS, Trail, drop_in_way, go_back, make_trail
+
+
+class Notes(NamedTuple):
+    """What a search for the best drop writes down.
+
+    By drop: fresh, whether it was measured from this state; then value, its worth, and way, its best.
+    row: drops to measure next.  first: by family, the first drop whose worth is unknown.  result: of one drop.
+    """
+
+    fresh: BoolArray
+    way: LongArray
+    row: LongArray
+    value: FloatArray
+    first: LongArray
+    result: FloatArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,38 +83,54 @@ def list_drops(search: Search, state: State, budget: int) -> Drops:
     return Drops(gap, at[1, :count], at[2, :count], reach, since)
 
 
-def try_drops(search: Search, state: State, drops: Drops, rows: LongArray, budget: int) -> FloatArray:
-    """Simulate some of the drops from `state`, each in every way, and return what the whole schedule then costs.
+def best_drop(
+    search: Search, state: State, drops: Drops, budget: int, worth: FloatArray, least: Seconds
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """Return (number, way, ends): the drop that frees most area per second, -1 if none frees any, and its best way.
+
+    Each drop that is measured is simulated from `state` in every way. One that was worth less than the best is nearly
+    always worth less now too, so it is not measured again (lazy evaluation: Minoux 1978). Nor is a drop that seems
+    hardly better than the best measured one, or every move would measure a whole family of like gaps. Of a family not
+    measured yet only the first drop is measured, for all of them.
 
     state: its arrays are changed and set back. `search.work` grows, and `search.room` ends with another schedule.
-    rows: int64[rows], the places of the drops in `drops`.
     budget: bytes; the area counts what is above.
-
-    Returns float64[rows, WAYS, 3], indexed by row of `rows`, by way (ALONE, TRANSIENT, WITH_INPUTS) and by (seconds,
-    peak bytes, area). Seconds are infinite where a drop is impossible in that way, or the way does not differ from
-    ALONE.
+    worth: float64[gaps], the area that a drop in each gap freed per second when it was last measured, divided by its
+        reach; infinite if it never was. Changed in place.
+    least: the drops in `ends`, each as (number, way), bring the peak within the budget with fewer seconds than these,
+        and than those before them; -inf for none.
     """
-    result = np.empty((len(rows), WAYS, 3))
-    gap = drops.gap[rows]
-    search.work += _try_drops(
+    count, effort = len(drops.gap), search.effort
+    ends = np.empty((2, count), dtype=np.int64)
+    number, way, work, ended = _best_drop(
         search.tables,
         state.release,
         state.hold,
-        (gap, search.gaps.end[gap], drops.release[rows], drops.hold[rows]),
+        (drops.gap, search.gaps.end[drops.gap], drops.release, drops.hold, np.maximum(drops.reach, 1.0)),
         drops.since,
-        budget,
+        (search.gaps.family, worth, effort.near_best, effort.hope),
+        (state.score.seconds, state.score.area, budget, least),
         search.room,
         make_trail(len(search.gaps.begin)),
-        result,
+        Notes(
+            fresh=np.zeros(count, dtype=np.bool_),
+            way=np.zeros(count, dtype=np.int64),
+            row=np.empty(count, dtype=np.int64),
+            value=np.empty(count),
+            first=np.empty(len(search.gaps.begin), dtype=np.int64),
+            result=np.empty((WAYS, 3)),
+        ),
+        ends,
     )
-    return result
+    search.work += work
+    return number, way, [(number, way) for number, way in ends[:, :ended].T.tolist()]
 
 
 def make_drop(search: Search, state: State, drops: Drops, number: int, way: int) -> int:
     """Make a drop: change the decisions of `state` in place, but not its score.
 
     number: the place of the drop in `drops`.
-    way: ALONE, TRANSIENT or WITH_INPUTS; one that `try_drops` gave finite seconds.
+    way: ALONE, TRANSIENT or WITH_INPUTS; one in which `best_drop` found that the drop is possible.
 
     Returns the runs that were simulated for it; they are not added to `search.work`.
     """
@@ -180,36 +214,125 @@ def _sum_up(
 
 
 @compiled_uncounted
-def _try_drops(
+def _best_drop(
     tables: Tables,
     release: LongArray,
     hold: LongArray,
-    drops: tuple[LongArray, LongArray, LongArray, LongArray],
+    drops: tuple[LongArray, LongArray, LongArray, LongArray, FloatArray],
+    since: IntArray,
+    guesses: tuple[IntArray, FloatArray, float, float],
+    aims: tuple[Seconds, float, int, Seconds],
+    room: Room,
+    trail: Trail,
+    notes: Notes,
+    ends: LongArray,
+) -> tuple[int, int, int, int]:
+    """Fill `ends`, see `best_drop`, and return (number, way, runs simulated, number of ends).
+
+    drops: by drop its gap, the step at which that ends, the new release and hold, and the reach, at least 1.
+    guesses: by gap its family and `worth`; then `effort.near_best` and `effort.hope`.
+    aims: seconds and area of the state, the budget, and `least`.
+    """
+    gap, end, new_release, new_hold, reach = drops
+    family, worth, near_best, hope = guesses
+    seconds, area, budget, least = aims
+    work, ended = 0, 0
+    while True:
+        best, most, near, measured = 0, -np.inf, -1, 0.0
+        for row in range(len(gap)):
+            guess = worth[gap[row]] * reach[row]
+            if guess > most:
+                best, most = row, guess
+            if notes.fresh[row] and guess > measured:
+                near, measured = row, guess
+        if near >= 0 and measured >= most * near_best:
+            return near, notes.way[near], work, ended
+        count = _list_rows(gap, family, worth, best, most, notes)
+        if count == 0:
+            return -1, ALONE, work, ended
+        fewest = least
+        for number in range(count):
+            row = notes.row[number]
+            drop = gap[row], end[row], new_release[row], new_hold[row]
+            work += _try_drop(tables, release, hold, drop, since, budget, room, trail, notes.result)
+            notes.value[row] = -np.inf
+            for way in range(WAYS):
+                value = _worth(seconds, area, notes.result[way]) / reach[row]
+                if value > notes.value[row]:
+                    notes.value[row], notes.way[row] = value, way
+                if notes.result[way, 1] <= budget and notes.result[way, 0] < fewest:
+                    fewest, ends[0, ended], ends[1, ended] = notes.result[way, 0], row, way
+        if fewest < least:
+            least, ended = fewest, ended + 1
+        if most == np.inf:  # guess the unknown by the first of their families
+            for row in range(len(gap)):
+                guess = hope * notes.value[notes.first[family[gap[row]]]] if worth[gap[row]] == np.inf else -1.0
+                worth[gap[row]] = guess if guess > 0 else worth[gap[row]]
+        for number in range(count):
+            row = notes.row[number]
+            worth[gap[row]], notes.fresh[row] = notes.value[row], True
+
+
+@compiled_uncounted
+def _list_rows(gap: LongArray, family: IntArray, worth: FloatArray, best: int, most: float, notes: Notes) -> int:
+    """Put the drops to measure next into `notes.row`, and return their number.
+
+    They are the `best`; or the first of each family of unknown worth, which goes into `notes.first`, if `most`, the
+    guess for the best, is infinite; or all that are not measured yet if that guess is not positive.
+    """
+    if 0 < most < np.inf:
+        notes.row[0] = best
+        return 1
+    count = 0
+    if most == np.inf:
+        notes.first[:] = -1
+    for row in range(len(gap)):
+        if most == np.inf and worth[gap[row]] == np.inf and notes.first[family[gap[row]]] < 0:
+            notes.first[family[gap[row]]], notes.row[count] = row, row
+            count += 1
+        elif most <= 0 and not notes.fresh[row]:
+            notes.row[count] = row
+            count += 1
+    return count
+
+
+@compiled_uncounted
+def _try_drop(
+    tables: Tables,
+    release: LongArray,
+    hold: LongArray,
+    drop: tuple[int, int, int, int],
     since: IntArray,
     budget: int,
     room: Room,
     trail: Trail,
     result: FloatArray,
 ) -> int:
-    """Fill `result`, see `try_drops`, and return the runs simulated; `release` and `hold` end as they were.
+    """Simulate one drop in every way, and return the runs simulated; `release` and `hold` end as they were.
 
-    drops: int64[drops] each: the gaps, the steps at which they end, their new releases and holds.
+    drop: as for `drop_in_way`.
+    result: float64[WAYS, 3], filled: by way (ALONE, TRANSIENT, WITH_INPUTS) the seconds, peak bytes and area of the
+        whole schedule. Seconds are infinite where the drop is impossible in that way, or it does not differ from ALONE.
     """
-    total = 0
-    for move in range(len(drops[0])):
-        drop = drops[0][move], drops[1][move], drops[2][move], drops[3][move]
-        count = 0
-        for way in (ALONE, TRANSIENT, WITH_INPUTS):
-            if way == TRANSIENT and result[move, ALONE, 0] == np.inf:
-                result[move, way] = np.inf
-                continue
-            if way == WITH_INPUTS:
-                go_back(release, hold, trail, count)
-                count = 0
-            seconds, peak, area, work, count = drop_in_way(
-                tables, release, hold, drop, way, since, budget, room, trail, count
-            )
-            result[move, way, 0], result[move, way, 1], result[move, way, 2] = seconds, peak, area
-            total += work
-        go_back(release, hold, trail, count)
+    total, count = 0, 0
+    for way in (ALONE, TRANSIENT, WITH_INPUTS):
+        if way == TRANSIENT and result[ALONE, 0] == np.inf:
+            result[way] = np.inf
+            continue
+        if way == WITH_INPUTS:
+            go_back(release, hold, trail, count)
+            count = 0
+        seconds, peak, area, work, count = drop_in_way(
+            tables, release, hold, drop, way, since, budget, room, trail, count
+        )
+        result[way, 0], result[way, 1], result[way, 2] = seconds, peak, area
+        total += work
+    go_back(release, hold, trail, count)
     return total
+
+
+@compiled_uncounted
+def _worth(seconds: Seconds, area: float, result: FloatArray) -> float:
+    """Return the area freed per second added, of a result (seconds, peak, area) from a state; -1 if none is freed."""
+    freed = area - result[2]
+    return freed / (max(result[0] - seconds, 0.0) + INSTANT) if freed > 0 else -1.0

@@ -14,12 +14,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from roamc.solvers.arrays import FloatArray, IntArray, LongArray
-from roamc.solvers.retain.drops import Drops, list_drops, make_drop, try_drops
-from roamc.solvers.retain.effort import INSTANT
+from roamc.solvers.arrays import FloatArray
+from roamc.solvers.retain.drops import Drops, best_drop, list_drops, make_drop
 from roamc.solvers.retain.search import Search, State, keep_more
-from roamc.solvers.retain.simulate import Score
-from roamc.solvers.retain.ways import ALONE, WAYS
 
 
 def lower(
@@ -70,97 +67,23 @@ def _drop_until(
     effort, count = search.effort, 0
     while state.score.peak > budget and search.work < work_limit:
         drops = list_drops(search, state, budget)
-        best, way = _best_drop(search, state, drops, budget, worth, shortcuts)
+        least = -np.inf if shortcuts is None else shortcuts[-1].score.seconds if shortcuts else np.inf
+        best, way, ends = best_drop(search, state, drops, budget, worth, least)
+        if shortcuts is not None:
+            shortcuts += [_dropped(search, state.copy(), drops, *end, budget) for end in ends]
         if best < 0:
             break
-        search.work += make_drop(search, state, drops, best, way)
-        state = search.note(search.state(state.release, state.hold, budget))
+        state = search.note(_dropped(search, state, drops, best, way, budget))
         count += 1
         if count % max(effort.refresh_drops, len(drops.gap) // effort.refresh_divisor) == 0:
             worth[:] = np.where(worth > 0, worth * effort.hope, np.inf)
     return state
 
 
-def _best_drop(
-    search: Search, state: State, drops: Drops, budget: int, worth: FloatArray, shortcuts: list[State] | None
-) -> tuple[int, int]:
-    """Return (number, way): the drop that frees most area per second, -1 if none frees any, and its best way.
-
-    worth: float64[gaps], the area that a drop in each gap freed per second when it was last measured, divided by its
-        reach; infinite if it never was. Changed in place.
-    shortcuts: as for `lower`.
-
-    A drop that was worth less than the best is nearly always worth less now too, so it is not measured again (lazy
-    evaluation: Minoux 1978). Nor is a drop that seems hardly better than the best measured one, or every move would
-    measure a whole family of like gaps. Of a family not measured yet only the first drop is measured, for all of them.
-    """
-    gap, reach = drops.gap, np.maximum(drops.reach, 1.0)
-    fresh, way = np.zeros(len(gap), dtype=np.bool_), np.zeros(len(gap), dtype=np.int64)
-    while len(gap):
-        guess = worth[gap] * reach
-        best = int(np.argmax(guess))
-        looked_at = np.where(fresh, guess, -1.0)
-        near = int(np.argmax(looked_at))
-        if looked_at[near] > 0 and looked_at[near] >= guess[best] * search.effort.near_best:
-            return near, int(way[near])
-        rows = np.array([best]) if guess[best] > 0 else np.flatnonzero(~fresh)
-        if len(rows) == 0:
-            break
-        if guess[best] == np.inf:
-            unknown = np.flatnonzero(np.isinf(guess))
-            rows = unknown[np.unique(search.gaps.family[gap[unknown]], return_index=True)[1]]
-        result = try_drops(search, state, drops, rows, budget)
-        if shortcuts is not None:
-            _note_shortcut(search, state, drops, rows, result, budget, shortcuts)
-        by_way = np.stack([_worth(state.score, result[:, each]) for each in range(WAYS)])
-        value = by_way.max(axis=0) / reach[rows]
-        if guess[best] == np.inf:
-            _assume(worth, gap, search.gaps.family[gap], search.gaps.family[gap[rows]], search.effort.hope * value)
-        worth[gap[rows]] = value
-        way[rows] = by_way.argmax(axis=0)
-        fresh[rows] = True
-    return -1, ALONE
-
-
-def _note_shortcut(
-    search: Search,
-    state: State,
-    drops: Drops,
-    rows: LongArray,
-    result: FloatArray,
-    budget: int,
-    shortcuts: list[State],
-) -> None:
-    """Add to `shortcuts` the state with the cheapest of the drops that end the way, if it takes fewer seconds.
-
-    rows, result: the drops that were tried, and what `try_drops` returned for them.
-    """
-    seconds = np.where(result[:, :, 1] <= budget, result[:, :, 0], np.inf)
-    row, way = divmod(int(np.argmin(seconds)), WAYS)
-    if seconds[row, way] < (shortcuts[-1].score.seconds if shortcuts else np.inf):
-        ended = state.copy()
-        search.work += make_drop(search, ended, drops, int(rows[row]), way)
-        shortcuts.append(search.state(ended.release, ended.hold, budget))
-
-
-def _assume(worth: FloatArray, gap: LongArray, family: IntArray, measured: IntArray, guess: FloatArray) -> None:
-    """Set the unknown (infinite) entries of `worth` to the guess made from the first drop of their family, if positive.
-
-    gap, family: the gap of each drop, and its family.  measured, guess: families measured now, and the guess for each.
-    """
-    good = guess > 0
-    by_family = dict(zip(measured[good].tolist(), guess[good].tolist(), strict=True))
-    unknown = np.flatnonzero(np.isinf(worth[gap]))
-    worth[gap[unknown]] = [by_family.get(number, np.inf) for number in family[unknown].tolist()]
-
-
-def _worth(score: Score, result: FloatArray) -> FloatArray:
-    """Return the area freed per second added, of each row (seconds, peak, area) from `score`; -1 if none is freed."""
-    freed, added = score.area - result[:, 2], result[:, 0] - score.seconds
-    worth = np.full(len(result), -1.0)
-    good = freed > 0
-    worth[good] = freed[good] / (np.maximum(added[good], 0.0) + INSTANT)
-    return worth
+def _dropped(search: Search, state: State, drops: Drops, number: int, way: int, budget: int) -> State:
+    """Return the state after a drop; the arrays of the given one are changed and taken over."""
+    search.work += make_drop(search, state, drops, number, way)
+    return search.state(state.release, state.hold, budget)
 
 
 def descend(search: Search, work_limit: int, step: float) -> Iterator[State]:
