@@ -130,7 +130,14 @@ def keep(search: Search, state: State, budget: int) -> State:
             release = np.full(len(gap), search.steps) if whole else state.release[gap]
             hold = state.hold[gap] if whole else np.zeros(len(gap), dtype=np.int64)
             _, work = keep_more(
-                search.tables, state.release, state.hold, gap, release, hold, budget, search.room, state.score.seconds
+                search.tables,
+                state.release,
+                state.hold,
+                (gap, search.gaps.begin[gap], search.gaps.end[gap], release, hold),
+                np.empty(len(gap), dtype=np.bool_),
+                budget,
+                search.room,
+                state.score.seconds,
             )
             search.work += work
             state = search.state(state.release, state.hold, budget)

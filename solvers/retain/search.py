@@ -10,12 +10,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roamc.solvers.arrays import LongArray
+from roamc.solvers.arrays import BoolArray, LongArray
 from roamc.solvers.compiled import compiled_uncounted
 from roamc.solvers.retain.effort import EFFORT, Effort
 from roamc.solvers.retain.problem import RetainProblem
-from roamc.solvers.retain.simulate import Room, Score, evaluate, make_room, simulate_and_measure
+from roamc.solvers.retain.simulate import Room, Score, evaluate, make_room, measure, simulate, simulate_and_measure
 from roamc.solvers.retain.tables import Gaps, Tables, make_gaps, make_tables
+
+
+LOOK_AHEAD = 16
+"""The moves to keep more for which one schedule says whether they are hopeful. With more, more are looked at in vain
+where a move is made; with fewer, the schedule is simulated more often."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +119,8 @@ def keep_more(
     tables: Tables,
     release: LongArray,
     hold: LongArray,
-    gap: LongArray,
-    new_release: LongArray,
-    new_hold: LongArray,
+    moves: tuple[LongArray, LongArray, LongArray, LongArray, LongArray],
+    hopeful: BoolArray,
     budget: int,
     room: Room,
     seconds: float,
@@ -125,22 +129,104 @@ def keep_more(
 
     tables: the problem.
     release, hold: int64[gaps], the decisions as in `State`, changed in place.
-    gap, new_release, new_hold: int64[moves], for each move the gap and its new decision.
+    moves: int64[moves] each: for each move its gap, the steps at which that begins and ends, and its new decision: one
+        that keeps the buffer all through the gap, or from its first rerun there.
+    hopeful: bool[moves], overwritten.
     budget: bytes.
-    room: ends with the schedule of the last move tried, also if that was not made.
+    room: holds the schedule of the decisions; ends with that of the last move tried, also if that was not made.
     seconds: seconds that the reruns of the given decisions add.
 
-    Returns (seconds, work): seconds of the final decisions, and the runs that were simulated.
+    Returns (seconds, work): seconds of the final decisions, and the runs that were simulated. Moves that surely pass
+    the budget count as much as others, but are not simulated.
     """
-    work = 0
+    gap, _, _, new_release, new_hold = moves
+    work, runs, looked_at, is_current = 0, room.runs[0], 0, True
     for move in range(len(gap)):
         at = gap[move]
+        if move >= looked_at:
+            if not is_current:
+                simulate_and_measure(tables, release, hold, budget, room)
+            looked_at, is_current = min(move + LOOK_AHEAD, len(gap)), True
+            _look(tables, moves, move, looked_at, hopeful, budget, room)
+        work += runs
+        if not hopeful[move]:
+            continue
         old_release, old_hold = release[at], hold[at]
         release[at], hold[at] = new_release[move], new_hold[move]
-        new_seconds, peak, _, runs = simulate_and_measure(tables, release, hold, budget, room)
-        work += runs
-        if peak <= budget and new_seconds < seconds:
-            seconds = new_seconds
+        new_runs, new_seconds = simulate(tables, release, hold, room)
+        is_current = new_seconds < seconds and measure(tables, new_runs, room) <= budget
+        if is_current:
+            seconds, runs = new_seconds, new_runs
+            _look(tables, moves, move + 1, looked_at, hopeful, budget, room)
         else:
             release[at], hold[at] = old_release, old_hold
     return seconds, work
+
+
+@compiled_uncounted
+def _look(
+    tables: Tables,
+    moves: tuple[LongArray, LongArray, LongArray, LongArray, LongArray],
+    first: int,
+    behind: int,
+    hopeful: BoolArray,
+    budget: int,
+    room: Room,
+) -> None:
+    """Fill `hopeful` for the moves from `first` up to `behind`: False where the buffer surely has no room.
+
+    The room must hold the schedule. Where a buffer is kept all through a gap, its reruns there do not run, and what they
+    read need not wait for them; whatever else changes comes later, or needs more bytes. So until the first of these
+    reruns there are the buffer's bytes more than now, and at most the bytes less of what waits for such reruns.
+    """
+    gap, begin, end, release, _ = moves
+    for move in range(first, behind):
+        judged = tables.waiting == 0 and release[move] == len(tables.workspace)
+        hopeful[move] = not judged or _has_room(tables, gap[move], begin[move], end[move], budget, room)
+
+
+@compiled_uncounted
+def _has_room(tables: Tables, gap: int, begin: int, end: int, budget: int, room: Room) -> bool:
+    """Return whether a buffer may be kept through a gap in which it runs again now, see `_look`.
+
+    begin, end: the steps at which the gap begins and ends.
+    """
+    buffer, runs = tables.gap_buffer[gap], room.runs[0]
+    first, last = np.searchsorted(room.step[:runs], begin, "right"), np.searchsorted(room.step[:runs], end, "right") - 1
+    rerun = _add_waiting(tables, buffer, first, last, -1, room)
+    away, most = first, 0
+    for version in range(room.first_made[first]):
+        if room.buffer[version] == buffer:
+            away = max(away, room.dead[version])
+    for run in range(away, rerun):
+        most = max(most, room.live[run])
+    _add_waiting(tables, buffer, first, last, 1, room)
+    return most + tables.size[buffer] <= budget
+
+
+@compiled_uncounted
+def _add_waiting(tables: Tables, buffer: int, first: int, last: int, sign: int, room: Room) -> int:
+    """Add to `room.live`, times `sign`, the bytes of what waits for steps that rebuild `buffer`.
+
+    That is what reruns in front of such a step read for the last time; there it counts from run `first` on.
+    first, last: the runs between which such steps are looked for.
+
+    Returns the first rerun in front of the first such step, 0 if there is none.
+    """
+    found = 0
+    for version in range(room.first_made[first], room.first_made[last]):
+        if room.buffer[version] != buffer or not room.again[version]:
+            continue
+        rerun = room.born[version]
+        step = room.step[rerun]
+        while rerun > first and room.step[rerun - 1] == step:
+            rerun -= 1
+        found = rerun if found == 0 else found
+        while room.op[rerun] != step:
+            for row in range(room.first_read[rerun], room.first_read[rerun + 1]):
+                read = room.seen[row]
+                if room.step[room.last[read]] == step and room.op[room.last[read]] != step:
+                    for run in range(max(first, room.born[read]), room.dead[read]):
+                        room.live[run] += sign * tables.size[room.buffer[read]]
+            rerun += 1
+    return found

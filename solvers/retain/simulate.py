@@ -154,13 +154,19 @@ def simulate_and_measure(
     runs, seconds = simulate(tables, release, hold, room)
     if seconds == np.inf:
         return np.inf, 2**62, np.inf, runs
-    mark_reuse(tables, runs, room)
-    peak = count_live(tables, runs, room)
+    peak = measure(tables, runs, room)
     area = 0.0
     if peak > budget:
         for run in range(runs):
             area += max(room.live[run] - budget, 0)
     return seconds, peak, area, runs
+
+
+@compiled_uncounted
+def measure(tables: Tables, runs: int, room: Room) -> int:
+    """Fill `room.dead` and `room.live` of a simulated schedule of this number of runs, and return its peak in bytes."""
+    mark_reuse(tables, runs, room)
+    return count_live(tables, runs, room)
 
 
 @compiled_uncounted
