@@ -123,6 +123,11 @@ class Choice:
         solution = self.search.solve(target, together=together, simulations=simulations, first=first, enough=enough)
         return self._decision(solution, target)
 
+    @property
+    def refused(self) -> int:
+        """The largest target, in live bytes, that :meth:`lowest` has tried in vain; 0 if there is none."""
+        return self.search.refused
+
     def forget(self) -> None:
         """Forget which codecs won last, so that the next call tries all sets even if its target is nearly the same.
 

@@ -4,10 +4,10 @@ A plan takes seconds; the lower bound of what any plan needs takes milliseconds 
 nearly evenly with the size. So the bounds of two sizes say where to look; a plan that is refused there says by how much
 plans lie above their bounds, and where to look next:
 
-    size 8   bound 0.57 GB          as the size: 13
-    size 13  bound 0.83 GB          a power of the size, through both: 16
-    size 16  bound 0.99 GB, needs 1.03 GB: refused      plans need 1.04 times their bounds: 15
-    size 15  fits 1 GB              16 is refused: 15 is the largest
+    size 8   bound 0.37 GB          as the size: 21
+    size 21  bound 0.88 GB, needs 1.32 GB: refused      plans need 1.5 times their bounds: 15
+    size 15  fits 1 GB
+    size 16  needs 1.03 GB: refused                     15 is the largest
 
 There is a plan of the answer; of the next size the bound is above the budget, or its search for a plan found none.
 """
@@ -39,6 +39,10 @@ GROWTH = 16
 
 PATIENCE = 8
 """Plans of guessed sizes; most searches are over before."""
+
+NEAR = 0.5
+"""The first plan is that of a size whose bound is at least this share of the budget. It says how far plans lie above
+their bounds. With 1, two more sizes are looked at where that is far, which takes as long as two plans."""
 
 EXACT = 1e-6
 """What a size is rounded up by: a power may miss a whole number by its last bits."""
@@ -190,16 +194,19 @@ class Largest:
     def _guess(self) -> int:
         """The size that is guessed to be the largest that fits, of those of which it is not known.
 
-        Where plans gave the same answer several times in turn, the steps grow. Halfway, once :data:`PATIENCE` plans
+        Where plans gave the same answer more than twice in turn, the steps grow. Halfway, once :data:`PATIENCE` plans
         were made: plans then do not grow as their bounds do.
         """
         if len(self._answers) >= PATIENCE:
             return (self._low + self._high + 1) // 2
+        near = [size for size, look in self._looks.items() if NEAR * look.limit <= look.least <= look.limit]
+        if near and not self._answers:
+            return max(near)
         size = self._crossing() if self._looks else BEGIN * self.smallest
         last = self._answers[-1:]
         turn = len(list(takewhile(lambda answer: [answer] == last, reversed(self._answers))))
         if turn:
-            step = 1 << (turn - 1)
+            step = 1 << max(0, turn - 2)
             size = max(size, self._low + step) if last[0] else min(size, self._high - step)
         return max(self._low + 1, min(size, self._high - 1))
 

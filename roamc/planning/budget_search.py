@@ -156,7 +156,7 @@ def search(
     return plans
 
 
-def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EFFORT) -> T:
+def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EFFORT, refused: Bytes = 0) -> T:
     """Find the plan of ``"min"`` by asking for budgets a little below the lowest plan so far.
 
     Args:
@@ -164,6 +164,7 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Of a strained plan only
             ``strained`` is read.
         effort: limits and shares.
+        refused: live bytes that ``retain`` is known not to reach.
 
     Returns:
         The lowest of all these plans; of equally low ones that with the least added time.
@@ -171,7 +172,7 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
     lowest = min(plans, key=_bytes_then_time)
     target: Bytes | None = _begin(_below(lowest, effort), effort)
     for _ in range(effort.descents):
-        tried = attempt(target) if target else None
+        tried = attempt(target) if target and target > refused else None
         if target is None or tried is None or tried.strained:  # retain knows of none lower
             break
         lowest = min(lowest, tried, key=_bytes_then_time)

@@ -303,7 +303,8 @@ class PlanSearch:
                 candidates += [self._lowest(choice, terms) for choice in choices[1:]]
             plans = [_made_already(planned, terms) for planned in candidates]
             for choice in choices:
-                plans = [budget_search.lower(plans, self._attempts(terms, choice), self._maker.effort)]
+                attempt = self._attempts(terms, choice)
+                plans = [budget_search.lower(plans, attempt, self._maker.effort, choice.refused)]
             self._minimum[allowed] = plans[0].planned
         return self._minimum[allowed]
 

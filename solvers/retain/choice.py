@@ -52,7 +52,11 @@ class Choice:
     problem: the problem, with its offers.
     effort: limits and thresholds of all searches.
     first: number of its first offers that are asked alone as well; None for all of them.
+
+    refused: bytes, the largest budget that `lowest` has asked for in vain; 0 if there is none.
     """
+
+    refused: Bytes = 0
 
     def __init__(self, problem: RetainProblem, effort: Effort = EFFORT, first: int | None = None) -> None:
         self.problem, self.effort = problem, effort
@@ -111,6 +115,7 @@ class Choice:
         """
         answers = [] if self._first is None else [self._first.lowest(together=together)]
         answers.append(self._lowest(together=together))
+        self.refused = self.refused if self._first is None else min(self.refused, self._first.refused)
         best = min(answers, key=lambda pair: pair[-1].rank(0))
         return tuple(self._least(solution) for solution in best)
 
@@ -119,16 +124,18 @@ class Choice:
         frontiers, effort = self._known if together else {}, self.effort
         least = int(self.bounds.alone * (1 + effort.little_share))
         self.forget()
-        low = self._solve(least, frontiers)
+        low, asked = self._solve(least, frontiers), [least]
         for number in range(effort.descents):
             if low.peak_bytes <= least:
                 break
-            lower = self._solve(max(least, int(low.peak_bytes * (1 - effort.lower_share * 2**number))), frontiers)
+            asked.append(max(least, int(low.peak_bytes * (1 - effort.lower_share * 2**number))))
+            lower = self._solve(asked[-1], frontiers)
             is_little_lower = low.peak_bytes - lower.peak_bytes <= effort.little_share * low.peak_bytes
             if lower.peak_bytes < low.peak_bytes:
                 low = lower
             if is_little_lower:
                 break
+        self.refused = max((budget for budget in asked if budget < low.peak_bytes), default=0)
         as_low = [taken for taken, frontier in frontiers.items() if frontier.lowest <= low.peak_bytes]
         cheap = self._solve(low.peak_bytes, frontiers, sets=as_low)
         same = (cheap.reruns, cheap.taken) == (low.reruns, low.taken)

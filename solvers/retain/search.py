@@ -17,7 +17,6 @@ from roamc.solvers.retain.problem import RetainProblem
 from roamc.solvers.retain.simulate import Room, Score, evaluate, make_room, measure, simulate, simulate_and_measure
 from roamc.solvers.retain.tables import Gaps, Tables, make_gaps, make_tables
 
-
 LOOK_AHEAD = 16
 """The moves to keep more for which one schedule says whether they are hopeful. With more, more are looked at in vain
 where a move is made; with fewer, the schedule is simulated more often."""
@@ -175,9 +174,9 @@ def _look(
 ) -> None:
     """Fill `hopeful` for the moves from `first` up to `behind`: False where the buffer surely has no room.
 
-    The room must hold the schedule. Where a buffer is kept all through a gap, its reruns there do not run, and what they
-    read need not wait for them; whatever else changes comes later, or needs more bytes. So until the first of these
-    reruns there are the buffer's bytes more than now, and at most the bytes less of what waits for such reruns.
+    The room must hold the schedule. Where a buffer is kept all through a gap, its reruns there do not run, and what
+    they read need not wait for them; whatever else changes comes later, or needs more bytes. So until the first of
+    these reruns there are the buffer's bytes more than now, and at most the bytes less of what waits for such reruns.
     """
     gap, begin, end, release, _ = moves
     for move in range(first, behind):
@@ -192,7 +191,8 @@ def _has_room(tables: Tables, gap: int, begin: int, end: int, budget: int, room:
     begin, end: the steps at which the gap begins and ends.
     """
     buffer, runs = tables.gap_buffer[gap], room.runs[0]
-    first, last = np.searchsorted(room.step[:runs], begin, "right"), np.searchsorted(room.step[:runs], end, "right") - 1
+    first = int(np.searchsorted(room.step[:runs], begin, "right"))
+    last = int(np.searchsorted(room.step[:runs], end, "right")) - 1
     rerun = _add_waiting(tables, buffer, first, last, -1, room)
     away, most = first, 0
     for version in range(room.first_made[first]):
@@ -201,7 +201,7 @@ def _has_room(tables: Tables, gap: int, begin: int, end: int, budget: int, room:
     for run in range(away, rerun):
         most = max(most, room.live[run])
     _add_waiting(tables, buffer, first, last, 1, room)
-    return most + tables.size[buffer] <= budget
+    return bool(most + tables.size[buffer] <= budget)
 
 
 @compiled_uncounted
@@ -213,7 +213,7 @@ def _add_waiting(tables: Tables, buffer: int, first: int, last: int, sign: int, 
 
     Returns the first rerun in front of the first such step, 0 if there is none.
     """
-    found = 0
+    earliest = 0
     for version in range(room.first_made[first], room.first_made[last]):
         if room.buffer[version] != buffer or not room.again[version]:
             continue
@@ -221,7 +221,7 @@ def _add_waiting(tables: Tables, buffer: int, first: int, last: int, sign: int, 
         step = room.step[rerun]
         while rerun > first and room.step[rerun - 1] == step:
             rerun -= 1
-        found = rerun if found == 0 else found
+        earliest = rerun if earliest == 0 else earliest
         while room.op[rerun] != step:
             for row in range(room.first_read[rerun], room.first_read[rerun + 1]):
                 read = room.seen[row]
@@ -229,4 +229,4 @@ def _add_waiting(tables: Tables, buffer: int, first: int, last: int, sign: int, 
                     for run in range(max(first, room.born[read]), room.dead[read]):
                         room.live[run] += sign * tables.size[room.buffer[read]]
             rerun += 1
-    return found
+    return earliest

@@ -275,6 +275,9 @@ def test_lowest_plan_is_looked_for_so_often_and_no_more() -> None:
     asked.clear()
     budget_search.lower([Guess(100_000, 100_000, 0.0)], falling, dataclasses.replace(EFFORT, descents=2))
     assert len(asked) == 2
+    asked.clear()
+    budget_search.lower([Guess(100_000, 100_000, 0.0)], falling, refused=98_000)
+    assert min(asked) > 98_000
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -14,7 +14,7 @@ from roamc.solvers.retain import EFFORT, Rerun, RetainProblem, RetainSolution, m
 from roamc.solvers.retain.anneal import anneal, settle
 from roamc.solvers.retain.greedy import keep, lower
 from roamc.solvers.retain.reruns import decisions, list_reruns
-from roamc.solvers.retain.search import Search, State
+from roamc.solvers.retain.search import Search, State, keep_more
 from roamc.solvers.retain.simulate import bring_at
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
@@ -127,3 +127,27 @@ def test_every_walk_with_brings_is_counted_as_the_judge_counts(problem: RetainPr
         claimed = RetainSolution(reruns, simulated.score.peak, simulated.score.seconds, 0.0, 0, status, 0)
         report = validate(problem, simulated.score.peak, claimed)
         assert report.good, report
+
+
+@PROPERTY
+@given(problem=problems(), share=st.floats(0.2, 0.9), seed=st.integers(0, 2**16))
+def test_needless_drops_are_undone_as_if_each_were_simulated(problem: RetainProblem, share: float, seed: int) -> None:
+    search, dice = Search(problem), np.random.default_rng(seed)
+    budget = int(search.lowest.score.peak * share)
+    state = lower(search, search.keep_everything(), budget, search.work + 10**6)
+    moves = dice.permutation(len(search.gaps.begin))
+    release, hold = np.full(len(moves), search.steps), state.hold[moves]
+    wanted = State(state.release.copy(), state.hold.copy(), state.score)
+    for move, gap in enumerate(moves.tolist()):
+        tried = wanted.copy()
+        tried.release[gap], tried.hold[gap] = release[move], hold[move]
+        tried = search.state(tried.release, tried.hold, budget)
+        if tried.score.peak <= budget and tried.score.seconds < wanted.score.seconds:
+            wanted = tried
+    search.state(state.release, state.hold, budget)
+    places = moves, search.gaps.begin[moves], search.gaps.end[moves], release, hold
+    hopeful = np.empty(len(moves), dtype=np.bool_)
+    seconds, _ = keep_more(
+        search.tables, state.release, state.hold, places, hopeful, budget, search.room, state.score.seconds
+    )
+    assert (seconds, state.release.tolist()) == (wanted.score.seconds, wanted.release.tolist())

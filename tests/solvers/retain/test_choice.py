@@ -178,6 +178,14 @@ def test_the_lowest_peak_is_asked_for_as_often_as_the_effort_says(monkeypatch: p
     assert len(asked) == 2, "the first question and the one for fewer seconds"
 
 
+def test_what_the_search_for_the_lowest_peak_has_refused_is_refused_again() -> None:
+    choice = Choice(layered(6, 0))
+    assert choice.refused == 0
+    low = choice.lowest()[-1]
+    assert 0 < choice.refused < low.peak_bytes
+    assert choice.solve(choice.refused).status is Status.INFEASIBLE
+
+
 def test_of_several_offers_the_price_decides() -> None:
     problem = chain(2)
     rows = [
