@@ -124,7 +124,7 @@ class Choice:
         return self._decision(solution, target)
 
     @property
-    def refused(self) -> int:
+    def refused(self) -> Bytes:
         """The largest target, in live bytes, that :meth:`lowest` has tried in vain; 0 if there is none."""
         return self.search.refused
 

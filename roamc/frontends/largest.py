@@ -37,12 +37,15 @@ BEGIN = 8
 GROWTH = 16
 """Times the largest size so far, at most, for the next one: where bytes hardly grow yet, lines end anywhere."""
 
+STEP = 8
+"""A guess that a second plan confirms is left by a step of this power of two as a share of the size; steps double."""
+
 PATIENCE = 8
 """Plans of guessed sizes; most searches are over before."""
 
 NEAR = 0.5
 """The first plan is that of a size whose bound is at least this share of the budget. It says how far plans lie above
-their bounds. With 1, two more sizes are looked at where that is far, which takes as long as two plans."""
+their bounds. With 1, two more sizes are looked at where plans lie far above, which takes as long as two plans."""
 
 EXACT = 1e-6
 """What a size is rounded up by: a power may miss a whole number by its last bits."""
@@ -194,7 +197,8 @@ class Largest:
     def _guess(self) -> int:
         """The size that is guessed to be the largest that fits, of those of which it is not known.
 
-        Where plans gave the same answer more than twice in turn, the steps grow. Halfway, once :data:`PATIENCE` plans
+        Until there is a plan, it is one that was looked at and lies near the budget, if there is any. Where plans gave
+        the same answer several times in turn, the steps grow. Halfway, once :data:`PATIENCE` plans
         were made: plans then do not grow as their bounds do.
         """
         if len(self._answers) >= PATIENCE:
@@ -206,7 +210,7 @@ class Largest:
         last = self._answers[-1:]
         turn = len(list(takewhile(lambda answer: [answer] == last, reversed(self._answers))))
         if turn:
-            step = 1 << max(0, turn - 2)
+            step = 1 if turn == 1 else max(1, self._low >> STEP) << (turn - 2)
             size = max(size, self._low + step) if last[0] else min(size, self._high - step)
         return max(self._low + 1, min(size, self._high - 1))
 

@@ -164,7 +164,7 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Of a strained plan only
             ``strained`` is read.
         effort: limits and shares.
-        refused: live bytes that ``retain`` is known not to reach.
+        refused: live bytes that ``retain`` is known not to reach; 0 if there are none.
 
     Returns:
         The lowest of all these plans; of equally low ones that with the least added time.
@@ -172,8 +172,10 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
     lowest = min(plans, key=_bytes_then_time)
     target: Bytes | None = _begin(_below(lowest, effort), effort)
     for _ in range(effort.descents):
-        tried = attempt(target) if target and target > refused else None
-        if target is None or tried is None or tried.strained:  # retain knows of none lower
+        if target is None or target <= refused:
+            break
+        tried = attempt(target)
+        if tried.strained:  # retain knows of none lower
             break
         lowest = min(lowest, tried, key=_bytes_then_time)
         target = _Search(_below(lowest, effort), effort=effort).next(target, tried)

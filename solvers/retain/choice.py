@@ -52,11 +52,9 @@ class Choice:
     problem: the problem, with its offers.
     effort: limits and thresholds of all searches.
     first: number of its first offers that are asked alone as well; None for all of them.
-
-    refused: bytes, the largest budget that `lowest` has asked for in vain; 0 if there is none.
+    refused: bytes, the largest budget that `lowest` has asked for in vain, with and without the other offers; 0 if
+        there is none.
     """
-
-    refused: Bytes = 0
 
     def __init__(self, problem: RetainProblem, effort: Effort = EFFORT, first: int | None = None) -> None:
         self.problem, self.effort = problem, effort
@@ -66,6 +64,7 @@ class Choice:
         self._encoded: dict[Taken, Encoded] = {}
         self._grounds: dict[Taken, Ground] = {}
         self._known: Known = {}
+        self.refused: Bytes = 0
         self._won: tuple[Bytes, Taken]
         self.forget()
 

@@ -30,10 +30,10 @@ from roamc.solvers.retain.tables import Tables
 from roamc.solvers.retain.ways import ALONE, TRANSIENT, WAYS, WITH_INPUTS, Trail, drop_in_way, go_back, make_trail
 
 
-class Notes(NamedTuple):
-    """What a search for the best drop writes down.
+class Measured(NamedTuple):
+    """What a search for the best drop has measured, and room for it.
 
-    By drop: fresh, whether it was measured from this state; then value, its worth, and way, its best.
+    By drop: fresh, whether it was measured from this state; then value, its worth by reach, and way, its best.
     row: drops to measure next.  first: by family, the first drop whose worth is unknown.  result: of one drop.
     """
 
@@ -97,8 +97,8 @@ def best_drop(
     budget: bytes; the area counts what is above.
     worth: float64[gaps], the area that a drop in each gap freed per second when it was last measured, divided by its
         reach; infinite if it never was. Changed in place.
-    least: the drops in `ends`, each as (number, way), bring the peak within the budget with fewer seconds than these,
-        and than those before them; -inf for none.
+    least: seconds. A measured drop that brings the peak within the budget enters `ends`, as (number, way), if its
+        schedule adds fewer than these and than those of all earlier entries; -inf for no entries.
     """
     count, effort = len(drops.gap), search.effort
     ends = np.empty((2, count), dtype=np.int64)
@@ -112,7 +112,7 @@ def best_drop(
         (state.score.seconds, state.score.area, budget, least),
         search.room,
         make_trail(len(search.gaps.begin)),
-        Notes(
+        Measured(
             fresh=np.zeros(count, dtype=np.bool_),
             way=np.zeros(count, dtype=np.int64),
             row=np.empty(count, dtype=np.int64),
@@ -224,7 +224,7 @@ def _best_drop(
     aims: tuple[Seconds, float, int, Seconds],
     room: Room,
     trail: Trail,
-    notes: Notes,
+    notes: Measured,
     ends: LongArray,
 ) -> tuple[int, int, int, int]:
     """Fill `ends`, see `best_drop`, and return (number, way, runs simulated, number of ends).
@@ -274,7 +274,7 @@ def _best_drop(
 
 
 @compiled_uncounted
-def _list_rows(gap: LongArray, family: IntArray, worth: FloatArray, best: int, most: float, notes: Notes) -> int:
+def _list_rows(gap: LongArray, family: IntArray, worth: FloatArray, best: int, most: float, notes: Measured) -> int:
     """Put the drops to measure next into `notes.row`, and return their number.
 
     They are the `best`; or the first of each family of unknown worth, which goes into `notes.first`, if `most`, the

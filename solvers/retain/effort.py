@@ -5,8 +5,8 @@
     solve(problem, budget, effort=dataclasses.replace(EFFORT, anneal_rounds=0))
 
 Work is counted in operators that simulations run, about twenty nanoseconds each, and in arcs of networks. Constants of
-compiled loops stand in the files of the loops, `anneal.py` and `ways.py`: numba compiles them in, keeps the result on
-disk, and compiles again only when the loop's own file changes.
+compiled loops stand in the files of the loops, `anneal.py`, `search.py` and `ways.py`: numba compiles them in, keeps
+the result on disk, and compiles again only when the loop's own file changes.
 """
 
 from dataclasses import dataclass
@@ -134,7 +134,7 @@ class Effort:
     (0.97) go on where a large one gets stuck.
     """
 
-    # Greedy drops: greedy.py.
+    # Greedy drops: greedy.py and drops.py.
 
     refresh_drops: int = 8
     """After this number of drops the guesses of what drops are worth are raised, or later by `refresh_divisor`.

@@ -67,7 +67,7 @@ def _drop_until(
     effort, count = search.effort, 0
     while state.score.peak > budget and search.work < work_limit:
         drops = list_drops(search, state, budget)
-        least = -np.inf if shortcuts is None else shortcuts[-1].score.seconds if shortcuts else np.inf
+        least = -np.inf if shortcuts is None else min((one.score.seconds for one in shortcuts), default=np.inf)
         best, way, ends = best_drop(search, state, drops, budget, worth, least)
         if shortcuts is not None:
             shortcuts += [_dropped(search, state.copy(), drops, *end, budget) for end in ends]

@@ -17,7 +17,7 @@ from roamc.solvers.retain.problem import RetainProblem
 from roamc.solvers.retain.simulate import Room, Score, evaluate, make_room, measure, simulate, simulate_and_measure
 from roamc.solvers.retain.tables import Gaps, Tables, make_gaps, make_tables
 
-LOOK_AHEAD = 16
+_LOOK_AHEAD = 16
 """The moves to keep more for which one schedule says whether they are hopeful. With more, more are looked at in vain
 where a move is made; with fewer, the schedule is simulated more often."""
 
@@ -135,18 +135,23 @@ def keep_more(
     room: holds the schedule of the decisions; ends with that of the last move tried, also if that was not made.
     seconds: seconds that the reruns of the given decisions add.
 
-    Returns (seconds, work): seconds of the final decisions, and the runs that were simulated. Moves that surely pass
+    Returns (seconds, work): seconds of the final decisions, and the runs that were simulated. Moves that surely exceed
     the budget count as much as others, but are not simulated.
     """
     gap, _, _, new_release, new_hold = moves
-    work, runs, looked_at, is_current = 0, room.runs[0], 0, True
+    work, runs, is_current = 0, room.runs[0], True
+    judged = tables.waiting == 0  # and nothing is brought back
+    for each in range(len(hold)):
+        judged = judged and hold[each] <= len(tables.workspace)
+    looked_at = 0 if judged else len(gap)
+    hopeful[:] = True
     for move in range(len(gap)):
         at = gap[move]
         if move >= looked_at:
             if not is_current:
                 simulate_and_measure(tables, release, hold, budget, room)
-            looked_at, is_current = min(move + LOOK_AHEAD, len(gap)), True
-            _look(tables, moves, move, looked_at, hopeful, budget, room)
+            looked_at, is_current = min(move + _LOOK_AHEAD, len(gap)), True
+            _mark_hopeful(tables, moves, move, looked_at, hopeful, budget, room)
         work += runs
         if not hopeful[move]:
             continue
@@ -156,14 +161,15 @@ def keep_more(
         is_current = new_seconds < seconds and measure(tables, new_runs, room) <= budget
         if is_current:
             seconds, runs = new_seconds, new_runs
-            _look(tables, moves, move + 1, looked_at, hopeful, budget, room)
+            if judged:
+                _mark_hopeful(tables, moves, move + 1, looked_at, hopeful, budget, room)
         else:
             release[at], hold[at] = old_release, old_hold
     return seconds, work
 
 
 @compiled_uncounted
-def _look(
+def _mark_hopeful(
     tables: Tables,
     moves: tuple[LongArray, LongArray, LongArray, LongArray, LongArray],
     first: int,
@@ -174,21 +180,23 @@ def _look(
 ) -> None:
     """Fill `hopeful` for the moves from `first` up to `behind`: False where the buffer surely has no room.
 
-    The room must hold the schedule. Where a buffer is kept all through a gap, its reruns there do not run, and what
-    they read need not wait for them; whatever else changes comes later, or needs more bytes. So until the first of
-    these reruns there are the buffer's bytes more than now, and at most the bytes less of what waits for such reruns.
+    Call it where no buffers are brought back and no micro-batches wait. The room must hold the schedule. Where a buffer
+    is kept all through a gap, its reruns there do not run, and what they read need not wait for them; whatever else
+    changes comes later, or needs more bytes. So until the first of these reruns there are the buffer's bytes more than
+    now, and at most the bytes less of what waits for such reruns.
     """
     gap, begin, end, release, _ = moves
     for move in range(first, behind):
-        judged = tables.waiting == 0 and release[move] == len(tables.workspace)
-        hopeful[move] = not judged or _has_room(tables, gap[move], begin[move], end[move], budget, room)
+        whole = release[move] == len(tables.workspace)
+        hopeful[move] = not whole or _may_have_room(tables, gap[move], begin[move], end[move], budget, room)
 
 
 @compiled_uncounted
-def _has_room(tables: Tables, gap: int, begin: int, end: int, budget: int, room: Room) -> bool:
-    """Return whether a buffer may be kept through a gap in which it runs again now, see `_look`.
+def _may_have_room(tables: Tables, gap: int, begin: int, end: int, budget: int, room: Room) -> bool:
+    """Return False where a buffer surely has no room to be kept through a gap, see `_mark_hopeful`.
 
     begin, end: the steps at which the gap begins and ends.
+    room: its `live` is changed and set back.
     """
     buffer, runs = tables.gap_buffer[gap], room.runs[0]
     first = int(np.searchsorted(room.step[:runs], begin, "right"))
@@ -197,7 +205,7 @@ def _has_room(tables: Tables, gap: int, begin: int, end: int, budget: int, room:
     away, most = first, 0
     for version in range(room.first_made[first]):
         if room.buffer[version] == buffer:
-            away = max(away, room.dead[version])
+            away = max(away, room.last[version] + 1)  # what took over its bytes may take others'
     for run in range(away, rerun):
         most = max(most, room.live[run])
     _add_waiting(tables, buffer, first, last, 1, room)
@@ -211,7 +219,7 @@ def _add_waiting(tables: Tables, buffer: int, first: int, last: int, sign: int, 
     That is what reruns in front of such a step read for the last time; there it counts from run `first` on.
     first, last: the runs between which such steps are looked for.
 
-    Returns the first rerun in front of the first such step, 0 if there is none.
+    Returns the first rerun in front of the first such step whose new version is read, 0 if there is none.
     """
     earliest = 0
     for version in range(room.first_made[first], room.first_made[last]):
@@ -221,7 +229,8 @@ def _add_waiting(tables: Tables, buffer: int, first: int, last: int, sign: int, 
         step = room.step[rerun]
         while rerun > first and room.step[rerun - 1] == step:
             rerun -= 1
-        earliest = rerun if earliest == 0 else earliest
+        if earliest == 0 and room.last[version] > room.born[version]:
+            earliest = rerun
         while room.op[rerun] != step:
             for row in range(room.first_read[rerun], room.first_read[rerun + 1]):
                 read = room.seen[row]
