@@ -1,8 +1,8 @@
 """The search for the largest size whose step fits a budget, with few plans.
 
 A plan takes seconds; the lower bound of what any plan needs takes milliseconds once the step is captured, and grows
-nearly evenly with the size. So the bounds of two sizes say where to look; a plan that is refused there says by how much
-plans lie above their bounds, and where to look next:
+nearly evenly with the size, or with its square. So the bounds of two sizes say where to look; a plan that is refused
+there says by how much plans lie above their bounds, and where to look next:
 
     size 8   bound 0.37 GB          as the size: 21
     size 21  bound 0.88 GB, needs 1.32 GB: refused      plans need 1.5 times their bounds: 15
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
+
+import numpy as np
 
 from roamc import ticker
 from roamc.errors import BudgetError, CaptureError
@@ -37,8 +39,8 @@ BEGIN = 8
 GROWTH = 16
 """Times the largest size so far, at most, for the next one: where bytes hardly grow yet, lines end anywhere."""
 
-STEP = 8
-"""A guess that a second plan confirms is left by a step of this power of two as a share of the size; steps double."""
+STEP = 256
+"""After two plans in turn that fit, the next size is larger by this part of the size; further steps double."""
 
 PATIENCE = 8
 """Plans of guessed sizes; most searches are over before."""
@@ -48,7 +50,7 @@ NEAR = 0.5
 their bounds. With 1, two more sizes are looked at where plans lie far above, which takes as long as two plans."""
 
 EXACT = 1e-6
-"""What a size is rounded up by: a power may miss a whole number by its last bits."""
+"""What counts as nothing: by their last bits roots miss whole numbers, and lines are parabolas."""
 
 
 @dataclass(frozen=True)
@@ -198,41 +200,43 @@ class Largest:
         """The size that is guessed to be the largest that fits, of those of which it is not known.
 
         Until there is a plan, it is one that was looked at and lies near the budget, if there is any. Where plans gave
-        the same answer several times in turn, the steps grow. Halfway, once :data:`PATIENCE` plans
-        were made: plans then do not grow as their bounds do.
+        the same answer several times in turn, the steps grow. Halfway, once :data:`PATIENCE` plans were made: plans
+        then do not grow as their bounds do.
         """
-        if len(self._answers) >= PATIENCE:
-            return (self._low + self._high + 1) // 2
         near = [size for size, look in self._looks.items() if NEAR * look.limit <= look.least <= look.limit]
         if near and not self._answers:
             return max(near)
+        if len(self._answers) >= PATIENCE:
+            return (self._low + self._high + 1) // 2
         size = self._crossing() if self._looks else BEGIN * self.smallest
         last = self._answers[-1:]
         turn = len(list(takewhile(lambda answer: [answer] == last, reversed(self._answers))))
         if turn:
-            step = 1 if turn == 1 else max(1, self._low >> STEP) << (turn - 2)
+            step = 1 if turn == 1 else max(1, self._low // STEP) << (turn - 2)
             size = max(size, self._low + step) if last[0] else min(size, self._high - step)
         return max(self._low + 1, min(size, self._high - 1))
 
     def _crossing(self) -> int:
-        """Where bytes as a power of the size, through two sizes, cross the budget.
+        """Where bytes cross the budget, on a parabola through the three sizes that are nearest to it.
 
-        The two are the last below the budget and the first above it, or else the nearest. Halfway between those, by
-        factors, where three sizes in turn lay on the same side, as where sizes are rounded up to others.
+        Halfway between the last below and the first above it, by factors, where three sizes in turn lay on the same
+        side, as where sizes are rounded up to others.
         """
         sizes = sorted(self._looks)
         below = [size for size in sizes if self._over(size) <= 1]
         above = [size for size in sizes if self._over(size) > 1]
-        one, other = (below[-1], above[0]) if below and above else ((below or above[:2])[-2:] * 2)[:2]
         sides = [size in above for size in list(self._looks)[self._seen :]]
         if below and above and len(sides) > 2 and len(set(sides[-3:])) == 1:
-            return int(math.sqrt(one * other))
-        power = 1.0
-        if one != other:
-            power = math.log(self._over(other) / self._over(one)) / math.log(other / one)
-        most = GROWTH * sizes[-1]
-        wanted = -math.log(self._over(other)) / power if power > 0 else math.inf
-        return most if wanted > math.log(GROWTH) else int(other * math.exp(wanted) + EXACT)
+            return int(math.sqrt(below[-1] * above[0]))
+        sided = [*below[-2:], *above[:2]] if below and above else below[-3:] or above[:3]
+        near = {size: self._over(size) for size in sorted(sided, key=lambda size: abs(math.log(self._over(size))))[:3]}
+        if len(sizes) == 1:
+            near[0] = 0.0
+        first, last = below[-1] if below else 0, above[0] if above else GROWTH * sizes[-1]
+        curve = np.polynomial.Polynomial.fit(list(near), [over - 1 for over in near.values()], len(near) - 1)
+        roots: list[complex] = curve.trim(EXACT).roots().tolist()
+        crossings = [root.real for root in roots if root.imag == 0 and first <= root.real <= last]
+        return int(min(crossings, default=last if below else first) + EXACT)
 
     def _nothing(self) -> BudgetError:
         """The error that not even the smallest size fits."""

@@ -348,3 +348,25 @@ def test_a_size_that_the_lowest_plan_does_not_fit_is_not_planned_again(monkeypat
     fit = largest.Largest(lambda size: pytest.fail("captured"), Options(), 1, 1 << 24).run()
     assert fit.too_large == fit.size + 1
     assert len(planned) == len(set(planned))
+
+
+class FarAbove(Misleading):
+    """A search for plans of a step whose plans lie half above its bounds, and grow with them by a line."""
+
+    def least_bytes(self, limit: int) -> int:
+        return (self.size + 20_000) * 2 // 3
+
+    def run(self, *, quick: bool = False) -> SimpleNamespace:
+        if self.size + 20_000 > LIMIT:
+            raise BudgetError("too large", self.size + 20_000)
+        return SimpleNamespace(plan=SimpleNamespace(fingerprint="", needed_bytes=self.size + 20_000))
+
+
+def test_the_first_plan_says_how_far_plans_lie_above_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes as long as a plan, so none is spent on where the bounds cross the budget."""
+    monkeypatch.setattr(largest, "_lowest", lambda error: error.plan)
+    monkeypatch.setattr(largest.Largest, "_search", lambda self, size: FarAbove(size))
+    fit = largest.Largest(lambda size: pytest.fail("captured"), Options(), 1, 1 << 24).run()
+    assert fit.size == LIMIT - 20_000
+    assert len(fit.planned) == 3
+    assert len(fit.tried) <= 8
