@@ -1,5 +1,6 @@
 """Reruns ahead of their reads: found where they save seconds, and never in the way."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from roamc.solvers.retain.search import Search, State, keep_more
 from roamc.solvers.retain.simulate import bring_at
 from roamc.solvers.status import Status
 from tests.solvers.order.cases import PROPERTY
-from tests.solvers.retain.cases import chain, layered, problems
+from tests.solvers.retain.cases import chain, in_flight, layered, problems, random_retain
 
 
 def example() -> RetainProblem:
@@ -129,15 +130,23 @@ def test_every_walk_with_brings_is_counted_as_the_judge_counts(problem: RetainPr
         assert report.good, report
 
 
-@PROPERTY
-@given(problem=problems(), share=st.floats(0.2, 0.9), seed=st.integers(0, 2**16))
-def test_needless_drops_are_undone_as_if_each_were_simulated(problem: RetainProblem, share: float, seed: int) -> None:
-    search, dice = Search(problem), np.random.default_rng(seed)
+def check_undone_as_if_simulated(problem: RetainProblem, share: float, dice: random.Random, brings: bool) -> None:
+    """`keep_more` makes the moves that simulations allow, from a state within this share of the peak or near it."""
+    search = Search(problem)
     budget = int(search.lowest.score.peak * share)
     state = lower(search, search.keep_everything(), budget, search.work + 10**6)
-    moves = dice.permutation(len(search.gaps.begin))
+    for gap in np.flatnonzero(state.release < search.steps).tolist() if brings else []:
+        begin, end = int(search.gaps.begin[gap]), int(search.gaps.end[gap])
+        if end > begin + 1 and dice.random() < 0.3:
+            state.hold[gap] = bring_at(dice.randrange(begin + 1, end), search.steps)
+    budget = max(budget, search.state(state.release, state.hold, budget).score.peak)
+    state = search.state(state.release, state.hold, budget)
+    if state.score.seconds == np.inf:
+        return
+    gaps = range(len(search.gaps.begin))
+    moves = np.array(dice.sample(gaps, len(gaps)), dtype=np.int64)
     release, hold = np.full(len(moves), search.steps), state.hold[moves]
-    wanted = State(state.release.copy(), state.hold.copy(), state.score)
+    wanted = state.copy()
     for move, gap in enumerate(moves.tolist()):
         tried = wanted.copy()
         tried.release[gap], tried.hold[gap] = release[move], hold[move]
@@ -151,3 +160,28 @@ def test_needless_drops_are_undone_as_if_each_were_simulated(problem: RetainProb
         search.tables, state.release, state.hold, places, hopeful, budget, search.room, state.score.seconds
     )
     assert (seconds, state.release.tolist()) == (wanted.score.seconds, wanted.release.tolist())
+
+
+@PROPERTY
+@given(problem=problems(), share=st.floats(0.2, 0.9), dice=st.randoms(use_true_random=False), brings=st.booleans())
+def test_needless_drops_are_undone_as_if_each_were_simulated(
+    problem: RetainProblem, share: float, dice: random.Random, brings: bool
+) -> None:
+    check_undone_as_if_simulated(problem, share, dice, brings)
+
+
+def test_bytes_that_were_taken_over_may_come_from_elsewhere() -> None:
+    """Where a buffer is kept whose bytes the next result takes over, that one takes those of another."""
+    problem = random_retain(layered(5, 106330).order, random.Random(106330))
+    check_undone_as_if_simulated(problem, 0.52, random.Random(0), False)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(100))
+def test_needless_drops_of_many_layers_are_undone_as_if_each_were_simulated(seed: int) -> None:
+    dice = random.Random(seed)
+    problem = layered(dice.randrange(4, 12), seed)
+    several = random_retain(problem.order, dice), in_flight(problem, problem.num_ops // 2, 2), problem
+    for each in several:
+        for share in (0.3, 0.5, 0.8):
+            check_undone_as_if_simulated(each, share, dice, dice.random() < 0.3)
