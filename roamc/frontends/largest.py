@@ -235,7 +235,7 @@ class Largest:
         first, last = below[-1] if below else 0, above[0] if above else GROWTH * sizes[-1]
         curve = np.polynomial.Polynomial.fit(list(near), [over - 1 for over in near.values()], len(near) - 1)
         roots: list[complex] = curve.trim(EXACT).roots().tolist()
-        crossings = [root.real for root in roots if root.imag == 0 and first <= root.real <= last]
+        crossings = [root.real for root in roots if root.imag == 0 and first - 1 < root.real < last + 1]
         return int(min(crossings, default=last if below else first) + EXACT)
 
     def _nothing(self) -> BudgetError:
