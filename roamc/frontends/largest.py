@@ -40,7 +40,7 @@ GROWTH = 16
 """Times the largest size so far, at most, for the next one: where bytes hardly grow yet, lines end anywhere."""
 
 STEP = 256
-"""After two plans in turn that fit, the next size is larger by this part of the size; further steps double."""
+"""After two plans in turn with the same answer, the next size lies further off by this part; more steps double."""
 
 PATIENCE = 8
 """Plans of guessed sizes; most searches are over before."""
