@@ -112,7 +112,7 @@ class Choice:
                 :meth:`forget` is called.
             simulations: work limit for each set of codecs, in simulations of the whole schedule.
             first: leave out what :func:`roamc.passes.retain.offers.may_cost_more`.
-            enough: added time at which the search ends.
+            enough: added time at which the search ends; above 0, little work is done for what adds more.
 
         Returns:
             The decision. If none within ``target`` is found, the one with the lowest peak, status ``"infeasible"``.
@@ -121,7 +121,7 @@ class Choice:
             VerifyError: the solver broke a rule of its problem.
         """
         solution = self.search.solve(target, together=together, simulations=simulations, first=first, enough=enough)
-        return self._decision(solution, target)
+        return self.decision(solution, target)
 
     @property
     def refused(self) -> Bytes:
@@ -151,7 +151,7 @@ class Choice:
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
-        return tuple(self._decision(one, one.peak_bytes) for one in self.search.lowest(together=together))
+        return tuple(self.decision(one, one.peak_bytes) for one in self.search.lowest(together=together))
 
     def least_bytes(self, seconds: Seconds, needed_bytes: Bytes, tolerance: Bytes) -> Bytes:
         """Return a lower bound on the live bytes, workspace included, of any choice that adds at most ``seconds``.
@@ -182,8 +182,16 @@ class Choice:
             self._written[taken] = question(graph, self.options, order, prices, self.allowed, as_given=True)
         return self._written[taken]
 
-    def _decision(self, solution: RetainSolution, target: Bytes) -> Decision:
-        """The solver's answer with names for its numbers, after a judge has counted it on the graph with its codecs."""
+    def decision(self, solution: RetainSolution, target: Bytes) -> Decision:
+        """Return an answer of :attr:`search` with names for its numbers.
+
+        Args:
+            solution: the answer; it is counted on the graph with its codecs first.
+            target: the live bytes that it was asked for.
+
+        Raises:
+            VerifyError: the solver broke a rule of its problem.
+        """
         encoded = self.written(solution.taken)
         self._judge(solution, encoded, target)
         names = [encoded.operators[v] for v in encoded.problem.sequence.tolist()]

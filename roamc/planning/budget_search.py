@@ -16,6 +16,7 @@ the smallest budget is the same however it is asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -185,7 +186,11 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
 def within(
     attempt: Callable[[Bytes], T], lowest: Bytes, highest: Bytes, seconds: Seconds, effort: Effort = EFFORT
 ) -> list[T]:
-    """Look for the lowest peak that adds at most ``seconds``, by halving what is left between two peaks.
+    """Look for the lowest peak that adds at most ``seconds``, between one that adds more and one that does not.
+
+    The first peak is asked for near ``lowest``, which is a bound; each further one where a straight line between the
+    two adds ``seconds``, but at least a quarter of the way off either, or half-way where the one before took off less
+    than half. The search ends where that line has little left.
 
     Args:
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Only ``asked_bytes`` and
@@ -193,23 +198,27 @@ def within(
         lowest: live bytes below which no plan adds so little.
         highest: bytes of the plan in which nothing runs again.
         seconds: most added time.
-        effort: limits.
+        effort: limits and shares.
 
     Returns:
         Those of the plans made that keep to ``seconds`` and are below ``highest`` and each other, the lowest first.
     """
-    kept, low, high = list[T](), lowest, highest
+    kept, low, high, share = list[T](), lowest, highest, effort.first_share
+    added, more, left = 0.0, math.inf, 1.0  # seconds of high and of low, if known; how far the line goes
     for _ in range(effort.time_rounds):
-        if high - low <= highest >> effort.time_rounds:
+        between = high - low
+        if between * left <= highest * effort.near_share:
             break
-        target = (low + high) // 2
+        target = high - int(between * share)
         tried = attempt(target)
         keeps = tried.asked_seconds <= seconds and tried.asked_bytes < high
         if keeps:
             kept.insert(0, tried)
-            high = tried.asked_bytes
+            high, added = tried.asked_bytes, tried.asked_seconds
         if not keeps or tried.asked_bytes > target:  # retain knows of none lower
-            low = target
+            low, more = target, tried.asked_seconds if tried.asked_seconds > seconds else math.inf
+        left = 1.0 if more == math.inf else (seconds - added) / (more - added)
+        share = 0.5 if more == math.inf or high - low > between / 2 else min(max(left, 0.25), 0.75)
     return kept
 
 

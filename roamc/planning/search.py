@@ -13,7 +13,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,9 +34,11 @@ from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
 from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
 from roamc.planning.plan_maker import PlanMaker, above_eager, fresh, left_by, prepared, terms_of
-from roamc.planning.planned import Planned, Terms, check_budget
+from roamc.planning.planned import Attempt, Planned, Terms, check_budget, made_already, under_terms
 from roamc.planning.stopwatch import Stopwatch
+from roamc.rewriting.split import splittable
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
+from roamc.solvers.retain import RetainSolution
 from roamc.units import LARGEST, Bytes, Seconds, format_bytes
 
 FEW_RERUNS = 0.01
@@ -100,7 +101,7 @@ def run(
     if file:
         counted = dataclasses.replace(plan, needed_bytes=planned.plan.needed_bytes)
         plan_files.check_kept(counted, maker.terms, options.memory_budget, file)
-    planned = dataclasses.replace(planned, plan=_under_terms(planned.plan, plan, maker.terms))
+    planned = dataclasses.replace(planned, plan=under_terms(planned.plan, plan, maker.terms))
     return _finished(planned, maker, begun, watch.seconds)
 
 
@@ -112,24 +113,6 @@ def _prepared(
         maker, start = prepared(graph, options, plan, mark, deep=deep)
     watch.seconds[PREPARE] -= sum(start.seconds.values())
     return maker, start
-
-
-def _under_terms(counted: Plan, loaded: Plan, terms: Terms) -> Plan:
-    """Return ``counted`` with the budget that ``terms`` ask for, and with that of ``loaded`` if they name none.
-
-    A lower bound on the bytes for one share of time holds for smaller shares, too.
-
-    Args:
-        counted: the plan that was counted from the graph.
-        loaded: the plan from elsewhere whose decisions ``counted`` has.
-        terms: the terms of the user's options.
-    """
-    size, added, least = loaded.budget_bytes, loaded.budget_added, loaded.least_bytes
-    if terms.limit:
-        size, added, least = terms.limit, 0.0, 0
-    elif terms.added_share:
-        size, added, least = 0, terms.added_share, least if terms.added_share <= added else 0
-    return dataclasses.replace(counted, budget_bytes=size, budget_added=added, least_bytes=least)
 
 
 class PlanSearch:
@@ -251,8 +234,8 @@ class PlanSearch:
         if terms.added_share:
             return self._lowest_within(terms)
 
-        def lowest() -> _Attempt:
-            return _made_already(self.minimum(terms.allowed), terms)
+        def lowest() -> Attempt:
+            return made_already(self.minimum(terms.allowed), terms)
 
         ask = functools.partial(self._search, terms)
         planned = budget_search.fit(ask, lowest, terms.limit, quick=quick, effort=self._maker.effort).planned
@@ -267,25 +250,45 @@ class PlanSearch:
         the last bytes would be bought with calls of the allocator, whose time is not predicted.
         """
         share, choice, effort = terms.added_share, self._choice(terms.allowed), self._maker.effort
-        planned = self._first(Terms(None, terms.allowed))
-        if not self.counted(planned.plan).adds_at_most(share):
-            planned = self._first(Terms(LARGEST, terms.allowed))
-        needed, most = planned.plan.needed_bytes, share * planned.plan.step_seconds
+        highest = self._without_reruns(terms)
+        plain = None if highest else self._plain_within(terms)
+        needed = highest if plain is None else plain.plan.needed_bytes
+        most = share * (self._alone(terms.allowed) if plain is None else plain.plan.step_seconds)
         beyond = choice.least_bytes(most, needed, effort.aligned(needed))
+        lowest, roomy = plain, Terms(LARGEST if plain is None else needed, terms.allowed)
         # With codecs that have an error the search goes other ways, at the end of which may stand more bytes.
         for first in (False, True) if self.options.codecs else (False,):
-            attempt = self._attempts(Terms(needed, terms.allowed), choice, first=first, enough=most)
+            attempt = self._attempts(roomy, choice, first=first, enough=most)
             for tried in budget_search.within(attempt, beyond, needed, most, effort):
-                if tried.asked_bytes + cost.objects(tried.asked_bytes) >= planned.plan.needed_bytes:
+                least = needed if lowest is None else lowest.plan.needed_bytes
+                if tried.asked_bytes + cost.objects(tried.asked_bytes) >= least:
                     break  # this one and those behind it can hardly need less
-                lower = tried.planned
-                keeps = lower.plan.adds_at_most(share)  # overlap may differ
-                if keeps and lower.plan.needed_bytes < planned.plan.needed_bytes:
-                    planned = lower
-        lowest = planned.plan.needed_bytes
-        least = choice.least_bytes(share * self._alone(terms.allowed), lowest, effort.aligned(lowest))
-        plan = dataclasses.replace(planned.plan, budget_bytes=0, budget_added=share, least_bytes=least)
-        return dataclasses.replace(planned, plan=plan)
+                keeps = tried.planned.plan.adds_at_most(share)  # overlap may differ
+                if keeps and (lowest is None or tried.needed_bytes < lowest.plan.needed_bytes):
+                    lowest = tried.planned
+        if lowest is None or (plain is None and lowest.plan.needed_bytes >= self._least(Terms(0, terms.allowed))):
+            plain = self._plain_within(terms)
+            lowest = plain if lowest is None else min(plain, lowest, key=lambda one: one.plan.needed_bytes)
+        needed = lowest.plan.needed_bytes
+        least = choice.least_bytes(share * self._alone(terms.allowed), needed, effort.aligned(needed))
+        plan = dataclasses.replace(lowest.plan, budget_bytes=0, budget_added=share, least_bytes=least)
+        return dataclasses.replace(lowest, plan=plan)
+
+    def _plain_within(self, terms: Terms) -> Planned:
+        """Return the plan without a budget; that under a limit if gathers of that one exceed the terms' share."""
+        plain = self._first(Terms(None, terms.allowed))
+        keeps = self.counted(plain.plan).adds_at_most(terms.added_share)
+        return plain if keeps else self._first(Terms(LARGEST, terms.allowed))
+
+    def _without_reruns(self, terms: Terms) -> Bytes:
+        """Return the bytes of the plan in which nothing runs again, before its layout; 0 if only that plan tells.
+
+        It does where it is the time of collectives that says what a share of a step's time is.
+        """
+        ordered = self._in_order(Terms(0, terms.allowed)).decisions.get(reorder.NAME)
+        if ordered is None or self._once(terms.allowed) or splittable(self._start.graph):
+            return 0
+        return int(ordered.peak_bytes + cost.objects(ordered.peak_bytes))
 
     def minimum(self, allowed: str = "all") -> Planned:
         """Return the plan of the smallest budget, as :mod:`roamc.planning.budget_search` defines it; made once.
@@ -301,20 +304,20 @@ class PlanSearch:
             if candidates[0].plan.adds_at_most(FEW_RERUNS):
                 choices = [self._choice(allowed, order) for order in self._orders_of(allowed)]
                 candidates += [self._lowest(choice, terms) for choice in choices[1:]]
-            plans = [_made_already(planned, terms) for planned in candidates]
+            plans = [made_already(planned, terms) for planned in candidates]
             for choice in choices:
                 attempt = self._attempts(terms, choice)
                 plans = [budget_search.lower(plans, attempt, self._maker.effort, choice.refused)]
             self._minimum[allowed] = plans[0].planned
         return self._minimum[allowed]
 
-    def _search(self, terms: Terms, limit: Bytes) -> list[_Attempt]:
+    def _search(self, terms: Terms, limit: Bytes) -> list[Attempt]:
         """Return the plans made in search of one within ``limit`` bytes, which is not 0."""
 
-        def first() -> _Attempt:
-            return _made_already(self._first(terms), terms)
+        def first() -> Attempt:
+            return made_already(self._first(terms), terms)
 
-        plans, effort = list[_Attempt](), self._maker.effort
+        plans, effort = list[Attempt](), self._maker.effort
         for order in self._orders_of(terms.allowed):
             if all(one.needed_bytes > limit and one.planned.plan.adds_at_most(FEW_RERUNS) for one in plans):
                 attempt = self._attempts(terms, self._choice(terms.allowed, order))
@@ -323,17 +326,16 @@ class PlanSearch:
 
     def _attempts(
         self, terms: Terms, choice: retain.Choice, *, first: bool = False, enough: Seconds = 0.0
-    ) -> Callable[[Bytes], _Attempt]:
-        """Return a function that asks ``choice.decide`` for a number of live bytes, whatever it was asked before."""
+    ) -> Callable[[Bytes], Attempt]:
+        """Return a function that asks ``choice`` for a number of live bytes, whatever it was asked before."""
         choice.forget()
 
-        def attempt(target: Bytes) -> _Attempt:
+        def attempt(target: Bytes) -> Attempt:
             ticker.say(f"{retain.NAME}: what runs again for a peak of {format_bytes(target)}")
             with self._watch.of(retain.NAME):
-                decision = choice.decide(target, first=first, enough=enough)
-            strained = decision.peak_bytes > target
-            make = functools.partial(self._made, decision, terms)
-            return _Attempt(decision.peak_bytes, strained, make, decision.added_seconds, terms)
+                solution = choice.search.solve(target, first=first, enough=enough)
+            make = functools.partial(self._made, choice, solution, target, terms)
+            return Attempt(solution.peak_bytes, solution.peak_bytes > target, make, solution.seconds, terms)
 
         return attempt
 
@@ -352,7 +354,9 @@ class PlanSearch:
             simulations: limit of the solver's work, in simulations of the schedule.
         """
         terms = Terms(0, self.terms.allowed)
-        return self._made(self._choice(terms.allowed).decide(target, together=together, simulations=simulations), terms)
+        choice = self._choice(terms.allowed)
+        answer = choice.search.solve(target, together=together, simulations=simulations)
+        return self._made(choice, answer, target, terms)
 
     def lowest(self, terms: Terms | None = None, *, together: bool = False) -> Planned:
         """Make plans for the lowest peaks of live bytes that ``retain`` finds, and return the one that needs least.
@@ -370,17 +374,19 @@ class PlanSearch:
         plans = list[Planned]()
         ticker.say(f"{retain.NAME}: what runs again for the lowest peak")
         with self._watch.of(retain.NAME):
-            lowest = choice.lowest(together=together)
-        for decision in lowest:
-            close = (decision.peak_bytes + cost.objects(decision.peak_bytes)) * (1 + self._maker.effort.padding_share)
+            lowest = choice.search.lowest(together=together)
+        for one in lowest:
+            close = (one.peak_bytes + cost.objects(one.peak_bytes)) * (1 + self._maker.effort.padding_share)
             if not plans or plans[0].plan.needed_bytes > close:  # else this one can hardly need less
-                plans.append(self._made(decision, terms))
+                plans.append(self._made(choice, one, one.peak_bytes, terms))
         least = min(planned.plan.needed_bytes for planned in plans)
         low = [planned for planned in plans if planned.plan.needed_bytes <= least + self._maker.effort.aligned(least)]
         return min(low, key=lambda planned: planned.plan.added_seconds)
 
-    def _made(self, decision: retain.Decision, terms: Terms) -> Planned:
-        """Make the plan for a decision of ``retain``."""
+    def _made(self, choice: retain.Choice, solution: RetainSolution, target: Bytes, terms: Terms) -> Planned:
+        """Make the plan for an answer of the search of ``choice``."""
+        with self._watch.of(retain.NAME):
+            decision = choice.decision(solution, target)
         with self._watch.of(OTHER_PLANS):
             planned = self._maker.under(terms).make(fresh(self._start), decision, self._alone(terms.allowed))
         return self._noted(planned)
@@ -537,44 +543,6 @@ def _finished(planned: Planned, maker: PlanMaker, begun: Seconds, spent: Mapping
     check_budget(planned, maker.terms, gpu=maker.room is not None and bool(maker.room.name))
     log.info("%s", plan)
     return planned
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """A plan as the search for a budget sees it; the passes behind retain run when :attr:`planned` is first read.
-
-    Attributes:
-        asked_bytes: the peak of live bytes that retain reached.
-        strained: whether that is more than was asked of it.
-        make: runs the passes behind retain.
-        asked_seconds: the time that retain adds for that peak.
-        terms: what the plan is made for; they say what of it the budget is compared with.
-    """
-
-    asked_bytes: Bytes
-    strained: bool
-    make: Callable[[], Planned]
-    asked_seconds: Seconds
-    terms: Terms
-
-    @functools.cached_property
-    def planned(self) -> Planned:
-        """The graph and its plan; made once."""
-        return self.make()
-
-    @property
-    def needed_bytes(self) -> Bytes:
-        return self.terms.taken(self.planned.plan)
-
-    @property
-    def added_seconds(self) -> Seconds:
-        return self.planned.plan.added_seconds
-
-
-def _made_already(planned: Planned, terms: Terms) -> _Attempt:
-    """Return a plan that exists already in the form of an attempt that was not strained."""
-    asked = int(planned.plan.decisions[retain.NAME]["peak_bytes"])
-    return _Attempt(asked, False, lambda: planned, planned.plan.added_seconds, terms)
 
 
 def options_of(settings: Mapping[str, Any] | None) -> Options:

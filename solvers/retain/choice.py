@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,8 +36,8 @@ Taken = tuple[int, ...]
 """Offers by their places in the problem, sorted."""
 
 MORE = 4
-"""Most offers that are tried in addition to those needed. Which are depends on the reruns that were found beside all of
-a set; others may need fewer reruns beside one offer more."""
+"""Most offers that are tried in addition to those needed, of offers alike only the first. Which are needed depends on
+the reruns that were found beside all of a set; others may need fewer reruns beside one offer more."""
 
 Known = dict[Taken, Frontier]
 """Maps a set of offers to the solutions found for the schedule in which these are taken."""
@@ -84,7 +84,8 @@ class Choice:
             it, it depends on earlier calls only by the offers that won last.
         simulations: work limit for each set of offers, in simulations of its schedule; None for `effort.simulations`.
         first: ask those offers alone that are asked alone as well; the bound is that of all.
-        enough: the search ends with an answer within `budget` that adds at most so many seconds.
+        enough: the search ends with an answer within `budget` that adds at most so many seconds. Above 0, little work
+            is done for what adds more: such an answer only says that none was found.
         """
         answers = list[RetainSolution]()
         if self._first is not None:
@@ -172,17 +173,20 @@ class Choice:
         bound = self.bounds.seconds(budget) if offers else 0.0
         answers: list[RetainSolution] = []
         for taken in sets or self._sets(budget, bound, frontiers):
-            answer = self._ask(taken, budget, frontiers, simulations, enough, _fewest(answers, budget))
+            rival = _fewest(answers, budget, enough)
+            if answers and self._surely_more(taken, budget, frontiers, rival):
+                continue
+            answer = self._ask(taken, budget, frontiers, simulations, enough, rival)
             answers.append(answer)
             if answer.peak_bytes <= budget and answer.seconds <= enough:
                 break
-            fewer, rival = self._fewer(answer, budget), _fewest(answers, budget)
+            fewer, rival = self._fewer(answer, budget), _fewest(answers, budget, enough)
             least = answer.seconds - self._seconds(taken) + self._seconds(fewer)  # fewer offers save no reruns
             if fewer and least < rival:
                 answers.append(self._ask(fewer, budget, frontiers, simulations, enough, rival))
                 if answers[-1].taken == min(answers, key=lambda one: one.rank(budget)).taken:
-                    more = [tuple(sorted((*fewer, place))) for place in taken if place not in fewer][:MORE]
-                    rival = answers[-1].seconds
+                    more = [tuple(sorted((*fewer, place))) for place in self._unlike(set(taken).difference(fewer))]
+                    rival = _fewest(answers[-1:], budget, enough)
                     answers += [self._ask(one, budget, frontiers, simulations, enough, rival) for one in more]
             if self._good(min(answers, key=lambda one: one.rank(budget)), budget, bound):
                 break
@@ -244,6 +248,19 @@ class Choice:
                 needless.add(solution.taken[row])
         return needless
 
+    def _unlike(self, places: Iterable[int]) -> list[int]:
+        """The first of these offers of each size and time, at most :data:`MORE`: alike ones stand in alike layers."""
+        offers, size = self.problem.offers, self.problem.order.size
+        kinds: dict[tuple[Bytes, Bytes, Seconds], int] = {}
+        for place in sorted(places):
+            offer = offers[place]
+            kinds.setdefault((int(size[offer.buffer]), offer.nbytes, offer.seconds), place)
+        return list(kinds.values())[:MORE]
+
+    def _surely_more(self, taken: Taken, budget: Bytes, frontiers: Known, rival: Seconds) -> bool:
+        """Whether the bound says that no answer with these offers within the budget adds as little as `rival`."""
+        return rival < math.inf and self._frontier(taken, frontiers).bound(budget) + self._seconds(taken) > rival
+
     def _ask(
         self,
         taken: Taken,
@@ -271,9 +288,10 @@ class Choice:
         return math.fsum(self.problem.offers[place].seconds for place in taken)
 
 
-def _fewest(answers: Sequence[RetainSolution], budget: Bytes) -> Seconds:
-    """The fewest seconds of the answers within the budget."""
-    return min((one.seconds for one in answers if one.peak_bytes <= budget), default=math.inf)
+def _fewest(answers: Sequence[RetainSolution], budget: Bytes, enough: Seconds) -> Seconds:
+    """The fewest seconds of the answers within the budget, and at most `enough` if that is above 0."""
+    seconds = [one.seconds for one in answers if one.peak_bytes <= budget]
+    return min((*seconds, enough if enough > 0 else math.inf))
 
 
 def _bounded(solution: RetainSolution, budget: Bytes, bound: Seconds) -> RetainSolution:

@@ -299,7 +299,21 @@ def test_lowest_peak_within_a_time_is_as_low_as_that_of_all_targets(seed: int) -
     assert all(one.asked_seconds <= seconds and one.asked_bytes < 1000 for one in kept)
     surely = [peak for peak in peaks if 1.2 * (1000 - peak) <= seconds]
     if surely:
-        assert kept[0].asked_bytes <= min(surely) + step + 1000 / 2**EFFORT.time_rounds
+        assert kept[0].asked_bytes <= min(surely) + step + 1000 * EFFORT.near_share
+
+
+def test_lowest_peak_within_a_time_is_asked_for_where_a_line_says() -> None:
+    """Where seconds grow evenly, it takes five questions in the mean where halving would take eight."""
+    asked: list[int] = []
+
+    def attempt(target: int) -> Guess:
+        asked.append(target)
+        return Guess(target, target, (100_000 - target) / 100)
+
+    for seconds in range(100, 900):
+        kept = budget_search.within(attempt, 0, 100_000, seconds)
+        assert seconds - 100_000 * EFFORT.near_share / 100 <= kept[0].asked_seconds <= seconds
+    assert len(asked) < 5 * 800
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
@@ -400,6 +414,13 @@ def test_share_of_time_never_needs_more_than_no_budget(seed: int, route: str) ->
     assert plan.needed_bytes <= free.needed_bytes
     if not plan.decisions["retain"]["reruns"] and not plan.decisions["retain"]["codes"]:
         assert plan.decisions == free.decisions or plan.needed_bytes < free.needed_bytes
+
+
+def test_share_of_time_lays_out_no_plan_without_reruns_where_a_bound_says_that_it_needs_more() -> None:
+    trials = search.PlanSearch(model_graph("nanogpt-dropout", "step")[0], Options(memory_budget="+5%"))
+    plan = trials.run().plan
+    assert [one.decisions["retain"]["reruns"] for one in trials.plans] == [plan.decisions["retain"]["reruns"]] != [[]]
+    assert plan.step_seconds == trials.alone
 
 
 def test_share_of_time_without_recomputation_is_no_budget() -> None:
