@@ -7,6 +7,7 @@ together. Its answer is written into a copy of the graph and judged there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +29,7 @@ from roamc.rewriting.rerun_readers import Run, with_readers
 from roamc.solvers import retain as solver
 from roamc.solvers.retain import RetainSolution, validate
 from roamc.solvers.status import Status
-from roamc.units import Bytes, Seconds
+from roamc.units import LARGEST, Bytes, Seconds
 
 
 def once(graph: TrainGraph, allowed: str) -> tuple[tuple[str, str], ...]:
@@ -94,55 +95,40 @@ class Choice:
         self.search = solver.Choice(self.asked.problem, first=first)
         self._written: dict[tuple[int, ...], Question] = {(): plain}
 
-    def decide(
-        self,
-        target: Bytes,
-        *,
-        together: bool = False,
-        simulations: int = solver.EFFORT.simulations,
-        first: bool = False,
-        enough: Seconds = 0.0,
-    ) -> Decision:
+    def decide(self, target: Bytes) -> Decision:
         """Choose reruns and codecs so that no step has more than ``target`` live bytes, at the least added time.
 
-        Args:
-            target: live bytes.
-            together: begin with solutions of earlier calls with ``together``. The decision then depends on these
-                calls; without ``together`` it depends on earlier calls only by the codecs that won last, until
-                :meth:`forget` is called.
-            simulations: work limit for each set of codecs, in simulations of the whole schedule.
-            first: leave out what :func:`roamc.passes.retain.offers.may_cost_more`.
-            enough: added time at which the search ends; above 0, little work is done for what adds more.
-
         Returns:
-            The decision. If none within ``target`` is found, the one with the lowest peak, status ``"infeasible"``.
+            The decision. If none within ``target`` is found, the one with the lowest peak, status ``"infeasible"``. It
+            depends on earlier calls only by the codecs that won last, until :meth:`forget` is called.
 
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
-        solution = self.search.solve(target, together=together, simulations=simulations, first=first, enough=enough)
-        return self.decision(solution, target)
+        return self.decision(self.search.solve(target), target)
+
+    @functools.cached_property
+    def most_bytes(self) -> Bytes:
+        """The peak of live bytes, workspaces and what waits for other micro-batches included, if nothing runs again."""
+        return int(self.search.solve(LARGEST).peak_bytes)
 
     @property
     def refused(self) -> Bytes:
-        """The largest target, in live bytes, that :meth:`lowest` has tried in vain; 0 if there is none."""
+        """The most live bytes that the search for the lowest peak has asked for in vain; 0 if it has not."""
         return self.search.refused
 
     def forget(self) -> None:
         """Forget which codecs won last, so that the next call tries all sets even if its target is nearly the same.
 
-        Solutions that :meth:`decide` and :meth:`lowest` have found with ``together=True`` stay.
+        Solutions that :attr:`search` has found with ``together=True`` stay.
         """
         self.search.forget()
 
-    def lowest(self, *, together: bool = False) -> tuple[Decision, ...]:
+    def lowest(self) -> tuple[Decision, ...]:
         """Search for the lowest peak of live bytes, then for less added time at that peak.
 
         Which of the returned decisions needs fewer bytes in the end depends on order and layout, which later passes
         choose.
-
-        Args:
-            together: begin with solutions of earlier calls with ``together``; the decisions then depend on those calls.
 
         Returns:
             (cheap, low), or (cheap,) if both have the same reruns and codecs. low: the decision with the lowest peak
@@ -151,7 +137,7 @@ class Choice:
         Raises:
             VerifyError: the solver broke a rule of its problem.
         """
-        return tuple(self.decision(one, one.peak_bytes) for one in self.search.lowest(together=together))
+        return tuple(self.decision(one, one.peak_bytes) for one in self.search.lowest())
 
     def least_bytes(self, seconds: Seconds, needed_bytes: Bytes, tolerance: Bytes) -> Bytes:
         """Return a lower bound on the live bytes, workspace included, of any choice that adds at most ``seconds``.

@@ -12,6 +12,9 @@ for. It is made before a budget is refused. It is also made before a plan is acc
 what it was asked for, which happens only near the smallest budget. A budget that the plan of ``"min"`` fits is kept, if
 need be by that plan. For a lower budget the error names what that plan needs, even if the search has found a lower one:
 the smallest budget is the same however it is asked for.
+
+For a share of time, :func:`within` looks for the lowest peak that adds no more, between a bound and the peak without
+reruns.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class Outcome(Protocol):
         """Predicted time per step of all reruns and codecs."""
 
 
-class Attempt(Outcome, Protocol):
+class Asked(Outcome, Protocol):
     """A plan for which pass ``retain`` was asked for some peak of live bytes; it has more properties."""
 
     @property
@@ -47,7 +50,7 @@ class Attempt(Outcome, Protocol):
 
     @property
     def asked_seconds(self) -> Seconds:
-        """The time that ``retain`` adds for it, before the passes behind it."""
+        """An upper bound on the time that ``retain`` adds for it."""
 
     @property
     def strained(self) -> bool:
@@ -55,7 +58,7 @@ class Attempt(Outcome, Protocol):
 
 
 M = TypeVar("M", bound=Outcome)
-T = TypeVar("T", bound=Attempt)
+T = TypeVar("T", bound=Asked)
 
 
 @dataclass
@@ -76,7 +79,7 @@ class _Search:
     failed: Bytes = 1 << 62
     effort: Effort = EFFORT
 
-    def next(self, target: Bytes, tried: Attempt) -> Bytes | None:
+    def next(self, target: Bytes, tried: Asked) -> Bytes | None:
         """Note the plan that was ``tried`` for ``target`` and return the next target; None to end the search."""
         fits = tried.needed_bytes <= self.budget
         if fits:
@@ -184,41 +187,40 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
 
 
 def within(
-    attempt: Callable[[Bytes], T], lowest: Bytes, highest: Bytes, seconds: Seconds, effort: Effort = EFFORT
+    attempt: Callable[[Bytes], T], bound: Bytes, highest: Bytes, seconds: Seconds, effort: Effort = EFFORT
 ) -> list[T]:
     """Look for the lowest peak that adds at most ``seconds``, between one that adds more and one that does not.
 
-    The first peak is asked for near ``lowest``, which is a bound; each further one where a straight line between the
-    two adds ``seconds``, but at least a quarter of the way off either, or half-way where the one before took off less
-    than half. The search ends where that line has little left.
+    The first peak is asked for near the bound; each further one where a straight line between the two adds ``seconds``,
+    but at least a quarter of the way off either, or half-way where the one before took off less than half.
 
     Args:
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Only ``asked_bytes`` and
             ``asked_seconds`` are read.
-        lowest: live bytes below which no plan adds so little.
-        highest: bytes of the plan in which nothing runs again.
+        bound: live bytes below which no plan adds so little.
+        highest: live bytes if nothing runs again.
         seconds: most added time.
         effort: limits and shares.
 
     Returns:
         Those of the plans made that keep to ``seconds`` and are below ``highest`` and each other, the lowest first.
     """
-    kept, low, high, share = list[T](), lowest, highest, effort.first_share
-    added, more, left = 0.0, math.inf, 1.0  # seconds of high and of low, if known; how far the line goes
+    kept, low, high, share = list[T](), bound, highest, effort.first_share
+    added, more = 0.0, math.inf  # seconds of the peaks high and low, the latter where they are known
     for _ in range(effort.time_rounds):
         between = high - low
-        if between * left <= highest * effort.near_share:
+        if between <= highest * effort.left_share:
             break
         target = high - int(between * share)
         tried = attempt(target)
-        keeps = tried.asked_seconds <= seconds and tried.asked_bytes < high
-        if keeps:
+        if tried.asked_seconds <= seconds and tried.asked_bytes < high:
             kept.insert(0, tried)
             high, added = tried.asked_bytes, tried.asked_seconds
-        if not keeps or tried.asked_bytes > target:  # retain knows of none lower
-            low, more = target, tried.asked_seconds if tried.asked_seconds > seconds else math.inf
-        left = 1.0 if more == math.inf else (seconds - added) / (more - added)
-        share = 0.5 if more == math.inf or high - low > between / 2 else min(max(left, 0.25), 0.75)
+        if high > target:  # too long, or retain knows of none lower
+            reached = tried.asked_bytes <= target
+            low, more = target, tried.asked_seconds if reached else math.inf
+        line = (seconds - added) / (more - added) if more < math.inf else 0.5
+        share = min(max(line, 0.25), 0.75) if high - low <= between / 2 else 0.5
     return kept
 
 

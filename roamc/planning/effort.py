@@ -17,11 +17,11 @@ class Effort:
             smaller value leaves budgets less well used.
         close_share: a plan that fits ends the search if the next target would be higher by at most this fraction of the
             budget. A smaller value makes more plans for less added time.
-        time_rounds: times that pass retain is asked in the search for the lowest peak within a share of time, at most.
-        first_share: where that search asks first, as a share of the way from the peak without reruns down to the bound.
+        time_rounds: maximum number of questions to pass retain for the lowest peak within a share of time.
+        first_share: where the first of them asks, as a share of the way from the peak without reruns down to the bound.
             Answers for eight models came to 0.87 to 0.99 of that way.
-        near_share: it ends where a straight line from a peak that does not take too long to one that does says that
-            this share of the peak without reruns is left. A smaller value asks more often for fewer bytes.
+        left_share: they end when at most this share of the peak without reruns is left between a peak that adds too
+            much and one that does not. A smaller value asks more often for fewer bytes.
         descents: plans that the search for that of ``"min"`` asks for beside those for the fewest live bytes, for each
             order in which it looks for reruns.
         descent_share: each of these plans is to need less than the lowest plan so far by this fraction of it. A larger
@@ -43,7 +43,7 @@ class Effort:
     close_share: float = 0.01
     time_rounds: int = 12
     first_share: float = 0.875
-    near_share: float = 1 / 256
+    left_share: float = 1 / 256
     descents: int = 8
     descent_share: float = 0.005
     nearly_factor: float = 1.1

@@ -1,7 +1,8 @@
-"""Plan files of the option ``plan``: which of them is applied to a graph, and that it keeps the budget."""
+"""Plans from elsewhere: which file of the option ``plan`` is applied to a graph, and under which budget it stands."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 
@@ -106,3 +107,21 @@ def _read(file: str) -> Plan:
 @functools.lru_cache(maxsize=16)
 def _read_at(file: str, *_: int) -> Plan:
     return load_plan(file)
+
+
+def under_terms(counted: Plan, loaded: Plan, terms: Terms) -> Plan:
+    """Return ``counted`` with the budget that ``terms`` ask for, and with that of ``loaded`` if they name none.
+
+    A lower bound on the bytes for one share of time holds for smaller shares, too.
+
+    Args:
+        counted: the plan that was counted from the graph.
+        loaded: the plan from elsewhere whose decisions ``counted`` has.
+        terms: the terms of the user's options.
+    """
+    size, added, least = loaded.budget_bytes, loaded.budget_added, loaded.least_bytes
+    if terms.limit:
+        size, added, least = terms.limit, 0.0, 0
+    elif terms.added_share:
+        size, added, least = 0, terms.added_share, least if terms.added_share <= added else 0
+    return dataclasses.replace(counted, budget_bytes=size, budget_added=added, least_bytes=least)

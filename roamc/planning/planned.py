@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -259,61 +258,3 @@ def loss_advice(graph: TrainGraph) -> str:
 
 def _is_loss(tangent: str) -> bool:
     return tangent.endswith((".loss", "['loss']"))
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A plan as the search for a budget sees it; the passes behind retain run when :attr:`planned` is first read.
-
-    Attributes:
-        asked_bytes: the peak of live bytes that retain reached.
-        strained: whether that is more than was asked of it.
-        make: runs the passes behind retain.
-        asked_seconds: the time that retain adds for that peak.
-        terms: what the plan is made for; they say what of it the budget is compared with.
-    """
-
-    asked_bytes: Bytes
-    strained: bool
-    make: Callable[[], Planned]
-    asked_seconds: Seconds
-    terms: Terms
-
-    @functools.cached_property
-    def planned(self) -> Planned:
-        """The graph and its plan; made once."""
-        return self.make()
-
-    @property
-    def needed_bytes(self) -> Bytes:
-        """What of the plan its terms compare with a budget."""
-        return self.terms.taken(self.planned.plan)
-
-    @property
-    def added_seconds(self) -> Seconds:
-        """The time that the plan adds."""
-        return self.planned.plan.added_seconds
-
-
-def made_already(planned: Planned, terms: Terms) -> Attempt:
-    """Return a plan that exists already in the form of an attempt that was not strained."""
-    asked = int(planned.plan.decisions[retain.NAME]["peak_bytes"])
-    return Attempt(asked, False, lambda: planned, planned.plan.added_seconds, terms)
-
-
-def under_terms(counted: Plan, loaded: Plan, terms: Terms) -> Plan:
-    """Return ``counted`` with the budget that ``terms`` ask for, and with that of ``loaded`` if they name none.
-
-    A lower bound on the bytes for one share of time holds for smaller shares, too.
-
-    Args:
-        counted: the plan that was counted from the graph.
-        loaded: the plan from elsewhere whose decisions ``counted`` has.
-        terms: the terms of the user's options.
-    """
-    size, added, least = loaded.budget_bytes, loaded.budget_added, loaded.least_bytes
-    if terms.limit:
-        size, added, least = terms.limit, 0.0, 0
-    elif terms.added_share:
-        size, added, least = 0, terms.added_share, least if terms.added_share <= added else 0
-    return dataclasses.replace(counted, budget_bytes=size, budget_added=added, least_bytes=least)

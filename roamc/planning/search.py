@@ -28,13 +28,14 @@ from roamc.options import Options, parse_options
 from roamc.passes import reorder, retain
 from roamc.passes.retain.codecs import lossy_names
 from roamc.planning import budget_search, other_orders, pipeline, plan_files
+from roamc.planning.attempt import Attempt
 from roamc.planning.collector import older_objects_left_alone
 from roamc.planning.effort import EFFORT, Effort
 from roamc.planning.pipeline import State
 from roamc.planning.plan import Plan
 from roamc.planning.plan_check import check_numbers, check_options, check_origin, for_threads
 from roamc.planning.plan_maker import PlanMaker, above_eager, fresh, left_by, prepared, terms_of
-from roamc.planning.planned import Attempt, Planned, Terms, check_budget, made_already, under_terms
+from roamc.planning.planned import Planned, Terms, check_budget
 from roamc.planning.stopwatch import Stopwatch
 from roamc.rewriting.split import splittable
 from roamc.solvers.retain import EFFORT as RETAIN_EFFORT
@@ -101,7 +102,7 @@ def run(
     if file:
         counted = dataclasses.replace(plan, needed_bytes=planned.plan.needed_bytes)
         plan_files.check_kept(counted, maker.terms, options.memory_budget, file)
-    planned = dataclasses.replace(planned, plan=under_terms(planned.plan, plan, maker.terms))
+    planned = dataclasses.replace(planned, plan=plan_files.under_terms(planned.plan, plan, maker.terms))
     return _finished(planned, maker, begun, watch.seconds)
 
 
@@ -235,7 +236,7 @@ class PlanSearch:
             return self._lowest_within(terms)
 
         def lowest() -> Attempt:
-            return made_already(self.minimum(terms.allowed), terms)
+            return _made_already(self.minimum(terms.allowed), terms)
 
         ask = functools.partial(self._search, terms)
         planned = budget_search.fit(ask, lowest, terms.limit, quick=quick, effort=self._maker.effort).planned
@@ -245,34 +246,36 @@ class PlanSearch:
         """Return the plan that needs least of those that add at most a share of the step's time.
 
         If none of these needs less than the plan without a budget, it is that one; but a plan under a limit where that
-        one gathers twice and takes more than the share for it. The plan has a lower bound on what any choice of reruns
-        and codecs that keeps to the share needs. Layouts are those for a budget that all of them keep: for one of 0,
-        the last bytes would be bought with calls of the allocator, whose time is not predicted.
+        one gathers twice and takes more than the share for it. It is made only where no bound says that it needs more.
+        The plan has a lower bound on what any choice of reruns and codecs that keeps to the share needs. Layouts are
+        those for a budget that all of them keep: for one of 0, the last bytes would be bought with calls of the
+        allocator, whose time is not predicted.
         """
         share, choice, effort = terms.added_share, self._choice(terms.allowed), self._maker.effort
-        highest = self._without_reruns(terms)
-        plain = None if highest else self._plain_within(terms)
-        needed = highest if plain is None else plain.plan.needed_bytes
-        most = share * (self._alone(terms.allowed) if plain is None else plain.plan.step_seconds)
-        beyond = choice.least_bytes(most, needed, effort.aligned(needed))
-        lowest, roomy = plain, Terms(LARGEST if plain is None else needed, terms.allowed)
+        plain = None if self._is_plain_bounded(terms) else self._plain_within(terms)
+        seconds = share * (self._alone(terms.allowed) if plain is None else plain.plan.step_seconds)
+        # Collectives that are split are put together again where the limit is not kept.
+        layouts = Terms(LARGEST if plain is None else plain.plan.needed_bytes, terms.allowed)
+        best, highest = plain, choice.most_bytes
+        bound = choice.least_bytes(seconds, highest, effort.aligned(highest))
         # With codecs that have an error the search goes other ways, at the end of which may stand more bytes.
         for first in (False, True) if self.options.codecs else (False,):
-            attempt = self._attempts(roomy, choice, first=first, enough=most)
-            for tried in budget_search.within(attempt, beyond, needed, most, effort):
-                least = needed if lowest is None else lowest.plan.needed_bytes
-                if tried.asked_bytes + cost.objects(tried.asked_bytes) >= least:
+            attempt = self._attempts(layouts, choice, first=first, enough=seconds)
+            for tried in budget_search.within(attempt, bound, highest, seconds, effort):
+                least = tried.asked_bytes + cost.objects(tried.asked_bytes)
+                if best is not None and least >= best.plan.needed_bytes:
                     break  # this one and those behind it can hardly need less
                 keeps = tried.planned.plan.adds_at_most(share)  # overlap may differ
-                if keeps and (lowest is None or tried.needed_bytes < lowest.plan.needed_bytes):
-                    lowest = tried.planned
-        if lowest is None or (plain is None and lowest.plan.needed_bytes >= self._least(Terms(0, terms.allowed))):
+                if keeps and (best is None or tried.needed_bytes < best.plan.needed_bytes):
+                    best = tried.planned
+        if best is None or (plain is None and best.plan.needed_bytes >= self._least(layouts)):
             plain = self._plain_within(terms)
-            lowest = plain if lowest is None else min(plain, lowest, key=lambda one: one.plan.needed_bytes)
-        needed = lowest.plan.needed_bytes
-        least = choice.least_bytes(share * self._alone(terms.allowed), needed, effort.aligned(needed))
-        plan = dataclasses.replace(lowest.plan, budget_bytes=0, budget_added=share, least_bytes=least)
-        return dataclasses.replace(lowest, plan=plan)
+            best = plain if best is None else min(plain, best, key=lambda one: one.plan.needed_bytes)
+        lowest = best.plan.needed_bytes
+        least = choice.least_bytes(share * self._alone(terms.allowed), lowest, effort.aligned(lowest))
+        return dataclasses.replace(
+            best, plan=dataclasses.replace(best.plan, budget_bytes=0, budget_added=share, least_bytes=least)
+        )
 
     def _plain_within(self, terms: Terms) -> Planned:
         """Return the plan without a budget; that under a limit if gathers of that one exceed the terms' share."""
@@ -280,15 +283,14 @@ class PlanSearch:
         keeps = self.counted(plain.plan).adds_at_most(terms.added_share)
         return plain if keeps else self._first(Terms(LARGEST, terms.allowed))
 
-    def _without_reruns(self, terms: Terms) -> Bytes:
-        """Return the bytes of the plan in which nothing runs again, before its layout; 0 if only that plan tells.
+    def _is_plain_bounded(self, terms: Terms) -> bool:
+        """Whether a bound on the bytes of the plan without a budget is known before that plan, and its time.
 
-        It does where it is the time of collectives that says what a share of a step's time is.
+        Without pass reorder there is no bound, and the time is another where ranks gather twice or collectives wait
+        beside other operators.
         """
-        ordered = self._in_order(Terms(0, terms.allowed)).decisions.get(reorder.NAME)
-        if ordered is None or self._once(terms.allowed) or splittable(self._start.graph):
-            return 0
-        return int(ordered.peak_bytes + cost.objects(ordered.peak_bytes))
+        bounded = self._least(Terms(0, terms.allowed)) > 0
+        return bounded and not self._once(terms.allowed) and not splittable(self._start.graph)
 
     def minimum(self, allowed: str = "all") -> Planned:
         """Return the plan of the smallest budget, as :mod:`roamc.planning.budget_search` defines it; made once.
@@ -304,7 +306,7 @@ class PlanSearch:
             if candidates[0].plan.adds_at_most(FEW_RERUNS):
                 choices = [self._choice(allowed, order) for order in self._orders_of(allowed)]
                 candidates += [self._lowest(choice, terms) for choice in choices[1:]]
-            plans = [made_already(planned, terms) for planned in candidates]
+            plans = [_made_already(planned, terms) for planned in candidates]
             for choice in choices:
                 attempt = self._attempts(terms, choice)
                 plans = [budget_search.lower(plans, attempt, self._maker.effort, choice.refused)]
@@ -315,7 +317,7 @@ class PlanSearch:
         """Return the plans made in search of one within ``limit`` bytes, which is not 0."""
 
         def first() -> Attempt:
-            return made_already(self._first(terms), terms)
+            return _made_already(self._first(terms), terms)
 
         plans, effort = list[Attempt](), self._maker.effort
         for order in self._orders_of(terms.allowed):
@@ -355,7 +357,8 @@ class PlanSearch:
         """
         terms = Terms(0, self.terms.allowed)
         choice = self._choice(terms.allowed)
-        answer = choice.search.solve(target, together=together, simulations=simulations)
+        with self._watch.of(retain.NAME):
+            answer = choice.search.solve(target, together=together, simulations=simulations)
         return self._made(choice, answer, target, terms)
 
     def lowest(self, terms: Terms | None = None, *, together: bool = False) -> Planned:
@@ -543,6 +546,12 @@ def _finished(planned: Planned, maker: PlanMaker, begun: Seconds, spent: Mapping
     check_budget(planned, maker.terms, gpu=maker.room is not None and bool(maker.room.name))
     log.info("%s", plan)
     return planned
+
+
+def _made_already(planned: Planned, terms: Terms) -> Attempt:
+    """Return a plan that exists already in the form of an attempt that was not strained."""
+    asked = int(planned.plan.decisions[retain.NAME]["peak_bytes"])
+    return Attempt(asked, False, lambda: planned, planned.plan.added_seconds, terms)
 
 
 def options_of(settings: Mapping[str, Any] | None) -> Options:

@@ -4,7 +4,7 @@
     those worth the price           an offer whose seconds per saved byte are below what the bound pays for a byte
     twice that price, all of them   larger sets, for budgets that the set before does not keep
     of each, those needed           a set again, without offers of buffers that have room to stay whole
-    those needed and one more       where that is the best so far
+    those needed and one more       where that is the best so far; of offers with equal sizes and seconds, the first
 
 A price per byte takes or leaves all offers of one rate together; where the budget needs only some of them, the last
 two kinds of sets find which. The bound is that of `Bounds` over all reruns and offers.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,8 +36,8 @@ Taken = tuple[int, ...]
 """Offers by their places in the problem, sorted."""
 
 MORE = 4
-"""Most offers that are tried in addition to those needed, of offers alike only the first. Which are needed depends on
-the reruns that were found beside all of a set; others may need fewer reruns beside one offer more."""
+"""Most offers that are tried in addition to those needed. Which are needed depends on the reruns that were found beside
+all of a set; others may need fewer reruns beside one offer more."""
 
 Known = dict[Taken, Frontier]
 """Maps a set of offers to the solutions found for the schedule in which these are taken."""
@@ -173,28 +173,45 @@ class Choice:
         bound = self.bounds.seconds(budget) if offers else 0.0
         answers: list[RetainSolution] = []
         for taken in sets or self._sets(budget, bound, frontiers):
-            rival = _fewest(answers, budget, enough)
-            if answers and self._surely_more(taken, budget, frontiers, rival):
+            if answers and self._surely_more(taken, budget, frontiers, _fewest(answers, budget, enough)):
                 continue
-            answer = self._ask(taken, budget, frontiers, simulations, enough, rival)
-            answers.append(answer)
-            if answer.peak_bytes <= budget and answer.seconds <= enough:
-                break
-            fewer, rival = self._fewer(answer, budget), _fewest(answers, budget, enough)
-            least = answer.seconds - self._seconds(taken) + self._seconds(fewer)  # fewer offers save no reruns
-            if fewer and least < rival:
-                answers.append(self._ask(fewer, budget, frontiers, simulations, enough, rival))
-                if answers[-1].taken == min(answers, key=lambda one: one.rank(budget)).taken:
-                    more = [tuple(sorted((*fewer, place))) for place in self._unlike(set(taken).difference(fewer))]
-                    rival = _fewest(answers[-1:], budget, enough)
-                    answers += [self._ask(one, budget, frontiers, simulations, enough, rival) for one in more]
-            if self._good(min(answers, key=lambda one: one.rank(budget)), budget, bound):
+            for answer in self._with_parts(taken, budget, frontiers, simulations, enough, answers):
+                answers.append(answer)
+                if answer.peak_bytes <= budget and answer.seconds <= enough:
+                    break
+            if self._good(min(answers, key=lambda one: one.rank(budget)), budget, bound, enough):
                 break
         if not offers:
             return answers[0]
         best = min(answers, key=lambda one: one.rank(budget))
         self._won = budget, best.taken
         return _bounded(best, budget, bound)
+
+    def _with_parts(
+        self,
+        taken: Taken,
+        budget: Bytes,
+        frontiers: Known,
+        simulations: int | None,
+        enough: Seconds,
+        answers: Sequence[RetainSolution],
+    ) -> Iterator[RetainSolution]:
+        """Yield the answer with these offers, with those of them that it needs, and with these and one more.
+
+        answers: those so far; the caller adds each that is yielded.
+        """
+        ask = functools.partial(self._ask, budget=budget, frontiers=frontiers, simulations=simulations, enough=enough)
+        answer = ask(taken, rival=_fewest(answers, budget, enough))
+        yield answer
+        fewer, rival = self._fewer(answer, budget), _fewest(answers, budget, enough)
+        least = answer.seconds - self._seconds(taken) + self._seconds(fewer)  # fewer offers save no reruns
+        if not fewer or least >= rival:
+            return
+        part = ask(fewer, rival=rival)
+        yield part
+        if part.taken == min(answers, key=lambda one: one.rank(budget)).taken:
+            for place in self._unlike(set(taken).difference(fewer)):
+                yield ask(tuple(sorted((*fewer, place))), rival=_fewest([part], budget, enough))
 
     def _least(self, solution: RetainSolution) -> RetainSolution:
         """The solution with status and bound as if its own peak had been asked for."""
@@ -214,10 +231,10 @@ class Choice:
         helps = self._frontier((), frontiers).bound(budget) > bound * (1 + CLOSE)
         return list(dict.fromkeys([first, (), *others] if helps else [(), first, *others]))
 
-    def _good(self, solution: RetainSolution, budget: Bytes, bound: Seconds) -> bool:
+    def _good(self, solution: RetainSolution, budget: Bytes, bound: Seconds, enough: Seconds) -> bool:
         """Whether the best choice would not be worth looking for."""
-        step = self._alone + solution.seconds
-        return solution.peak_bytes <= budget and solution.seconds <= bound + self.effort.enough_share * step
+        most = bound + self.effort.enough_share * (self._alone + solution.seconds)
+        return solution.peak_bytes <= budget and solution.seconds <= max(most, enough)
 
     def _fewer(self, solution: RetainSolution, budget: Bytes) -> Taken:
         """Those of its offers that the solution needs; () if it needs all of them or none, or misses the budget."""
@@ -249,7 +266,7 @@ class Choice:
         return needless
 
     def _unlike(self, places: Iterable[int]) -> list[int]:
-        """The first of these offers of each size and time, at most :data:`MORE`: alike ones stand in alike layers."""
+        """The first of these offers of each size and time, at most :data:`MORE`: those of alike layers are equal."""
         offers, size = self.problem.offers, self.problem.order.size
         kinds: dict[tuple[Bytes, Bytes, Seconds], int] = {}
         for place in sorted(places):
@@ -258,8 +275,14 @@ class Choice:
         return list(kinds.values())[:MORE]
 
     def _surely_more(self, taken: Taken, budget: Bytes, frontiers: Known, rival: Seconds) -> bool:
-        """Whether the bound says that no answer with these offers within the budget adds as little as `rival`."""
-        return rival < math.inf and self._frontier(taken, frontiers).bound(budget) + self._seconds(taken) > rival
+        """Whether neither these offers nor a part of them can keep the budget and add less than `rival`.
+
+        The bound on reruns is that beside all of them: fewer offers save no reruns.
+        """
+        if rival == math.inf:
+            return False
+        saved = math.fsum(min(0.0, self.problem.offers[place].seconds) for place in taken)
+        return self._frontier(taken, frontiers).bound(budget) + saved > rival
 
     def _ask(
         self,

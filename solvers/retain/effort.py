@@ -45,14 +45,15 @@ class Effort:
     """
 
     rival_divisor: int = 8
-    """Where another set of offers has an answer of fewer seconds, this share of the work goes into improving first.
+    """Where fewer seconds are to be beaten, this share of the work goes into improving first.
 
-    The rest of the work is done only if that answer is beaten. With 1, gpt2 at half of its peak took 13 instead of 7
+    They are those of another set of offers, or the most that is allowed. The rest of the work is done only if they are
+    beaten. With 1, gpt2 at half of its peak took 13 instead of 7
     seconds, for the same plan.
     """
 
     rival_work: int = 3_000_000
-    """At least this work goes into improving, whatever answer another set of offers has; about 0.06 seconds.
+    """At least this work goes into improving, whatever is to be beaten; about 0.06 seconds.
 
     Without it, sets of offers of small steps are missed that add less than half.
     """

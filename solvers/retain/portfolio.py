@@ -113,7 +113,7 @@ class Frontier:
         work_limit: of this call: operators that simulations run plus arcs of the bound's networks; None for
             `effort.simulations` simulations of the whole schedule.
         enough: the search ends with a solution within the budget that adds at most so many seconds.
-        rival: seconds of an answer from elsewhere: little work is done for what adds more than these.
+        rival: seconds to beat, of an answer from elsewhere or the most allowed: little work is done for what adds more.
         """
         limit = self._search.work + self.ground.limit(work_limit)
         own = _Run(self._search, self._bounds, self.ground, budget, limit, enough, rival).solve(self._start(budget))
@@ -165,7 +165,7 @@ class _Run:
 
     limit: the value of `search.work` at which searches stop.  began: its value at the beginning.
     enough: seconds of a state within the budget at which they stop.
-    rival: seconds of an answer from elsewhere, see `loses`.
+    rival: seconds to beat, see `loses`.
     bound: lower bound in seconds.  complete: whether all combinations are tried.  best: the best state so far.
     elsewhere: work of copies of this run, see `with_and_without`.  stopped: whether one of them reached the limit.
     shortcuts: see `lower`; copies of this run have the same list.

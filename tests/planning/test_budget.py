@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,26 +294,49 @@ def test_lowest_peak_within_a_time_is_as_low_as_that_of_all_targets(seed: int) -
 
     peaks = {max(lowest, target // step * step) for target in range(1000)}
     kept = budget_search.within(attempt, 0, 1000, seconds)
-    assert len(asked) <= EFFORT.time_rounds
     assert kept == sorted(kept, key=lambda one: one.asked_bytes)
     assert all(one.asked_seconds <= seconds and one.asked_bytes < 1000 for one in kept)
     surely = [peak for peak in peaks if 1.2 * (1000 - peak) <= seconds]
     if surely:
-        assert kept[0].asked_bytes <= min(surely) + step + 1000 * EFFORT.near_share
+        assert kept[0].asked_bytes <= min(surely) + step + 1000 * EFFORT.left_share
 
 
-def test_lowest_peak_within_a_time_is_asked_for_where_a_line_says() -> None:
-    """Where seconds grow evenly, it takes five questions in the mean where halving would take eight."""
+@pytest.mark.parametrize(
+    ("seconds_of", "most"),
+    [
+        (lambda saved: 10 * saved, 6.8),
+        (lambda saved: 10 * saved, 7.2),
+        (lambda saved: 5 * saved**2, 0.01),
+        (lambda saved: max(0.0, saved - 0.4), 0.0),
+        (lambda saved: 0.0 if saved < 0.4 else 1e9, 0.01),
+        (lambda saved: 0.3 if saved else 0.0, 0.01),
+    ],
+    ids=["even", "even again", "convex", "free first", "steep then", "never"],
+)
+def test_lowest_peak_within_a_time_is_asked_for_with_few_questions(
+    seconds_of: Callable[[float], float], most: float
+) -> None:
     asked: list[int] = []
 
     def attempt(target: int) -> Guess:
         asked.append(target)
-        return Guess(target, target, (100_000 - target) / 100)
+        return Guess(target, target, seconds_of(1 - target / 100_000))
 
-    for seconds in range(100, 900):
-        kept = budget_search.within(attempt, 0, 100_000, seconds)
-        assert seconds - 100_000 * EFFORT.near_share / 100 <= kept[0].asked_seconds <= seconds
-    assert len(asked) < 5 * 800
+    kept = budget_search.within(attempt, 10_000, 100_000, most)
+    lowest = min(peak for peak in range(10_000, 100_001, 10) if seconds_of(1 - peak / 100_000) <= most)
+    assert (kept[0].asked_bytes if kept else 100_000) <= lowest + 100_000 * EFFORT.left_share + 10
+    assert len(asked) <= 9
+    assert not budget_search.within(attempt, 100_000, 100_000, most)
+
+
+@pytest.mark.parametrize("bound", [0, 900])
+def test_peak_that_cannot_be_reached_does_not_hide_one_that_adds_as_little(bound: int) -> None:
+    """Below 930 there is nothing, and what is found there takes too long."""
+
+    def attempt(target: int) -> Guess:
+        return Guess(max(target, 930), max(target, 930), 30.0 if target < 935 else 1.0, strained=target < 930)
+
+    assert budget_search.within(attempt, bound, 1000, 10.0)[0].asked_bytes < 940
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])

@@ -137,7 +137,43 @@ def test_sets_that_surely_add_more_are_left_out_for_the_same_answer(
     budget = int(peak_bytes(problem.order, problem.sequence) * share)
     every = Choice(whole)
     every._surely_more = lambda *_: False  # type: ignore[method-assign]
-    assert Choice(whole).solve(budget) == every.solve(budget)
+    answer, of_all = Choice(whole).solve(budget), every.solve(budget)
+    assert (answer.taken, answer.reruns) == (of_all.taken, of_all.reruns)
+
+
+@pytest.mark.parametrize("enough", [0.0, 3.5])
+def test_a_set_that_adds_more_is_tried_if_a_part_of_it_adds_less(enough: float) -> None:
+    """A rerun adds 5 s, both offers 3 + 4 s, and the first of them is needed: 3 s."""
+    buffers = [(100, 0, [5], False), (100, 1, [6], False), (100, 2, [7], False), (10_000, 3, [8], False)]
+    arcs = [(i, 4) for i in range(4)] + [(4, j) for j in range(5, 9)]
+    order = make_order([0] * 9, arcs, buffers, [0, 0, 0, 0, 20_000, 0, 0, 0, 0])
+    offers = [
+        Offer(
+            k,
+            1,
+            (
+                Extra(Part.ENCODE, k, 0, seconds / 2, 0, False, (k,), (Result(1, False),)),
+                Extra(Part.DECODE, late, 0, seconds / 2, 0, False, (~0,), (Result(100, False),)),
+            ),
+            ((late, k, 1),),
+        )
+        for k, late, seconds in ((1, 6, 3.0), (2, 7, 4.0))
+    ]
+    seconds, again = [5.0, 1, 1, 20, 1, 1, 1, 1, 1], [True, False, False, True] + [False] * 5
+    problem = make_problem(order, range(9), seconds, again, again[:4], offers=offers)
+    answer = Choice(problem).solve(peak_bytes(order, problem.sequence) - 99, enough=enough)
+    assert (answer.seconds, answer.taken) == (3.0, (0,))
+
+
+def test_of_offers_alike_one_is_tried_beside_those_needed() -> None:
+    problem = chain(6)
+    buffers, ops = problem.order.num_buffers, problem.num_ops
+    alike = offers_of(problem, [1] * buffers, [0.5] * buffers, [True] * ops)
+    choice = Choice(dataclasses.replace(problem, offers=alike))
+    sizes = [int(problem.order.size[offer.buffer]) for offer in alike]
+    tried = choice._unlike(range(len(alike)))
+    assert len(tried) == len(set(sizes)) < len(alike)
+    assert tried[0] == 0
 
 
 @settings(PROPERTY, max_examples=25)  # each solves up to 64 problems
