@@ -71,6 +71,13 @@ def test_a_budget_is_kept_with_all_that_are_in_flight() -> None:
     assert saved(kept) < saved(alone), "one micro-batch alone drops nothing for this peak"
 
 
+def test_a_share_of_time_lowers_what_waits_too() -> None:
+    free, plan = planned().plan, planned("+5%").plan
+    assert plan.needed_bytes < 0.97 * free.needed_bytes
+    assert plan.waiting_bytes < free.waiting_bytes
+    assert 0 < plan.added_seconds <= 0.05 * plan.step_seconds
+
+
 def test_the_smallest_budget_is_kept() -> None:
     lowest = planned("min")
     assert lowest.plan.needed_bytes < planned("70%").plan.needed_bytes
