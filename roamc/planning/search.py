@@ -256,7 +256,7 @@ class PlanSearch:
         seconds = share * (self._alone(terms.allowed) if plain is None else plain.plan.step_seconds)
         # Collectives that are split are put together again where the limit is not kept.
         layouts = Terms(LARGEST if plain is None else plain.plan.needed_bytes, terms.allowed)
-        best, highest = plain, choice.most_bytes
+        best, highest = plain, choice.most_bytes if plain is None else plain.plan.needed_bytes
         bound = choice.least_bytes(seconds, highest, effort.aligned(highest))
         # With codecs that have an error the search goes other ways, at the end of which may stand more bytes.
         for first in (False, True) if self.options.codecs else (False,):
@@ -284,13 +284,13 @@ class PlanSearch:
         return plain if keeps else self._first(Terms(LARGEST, terms.allowed))
 
     def _is_plain_bounded(self, terms: Terms) -> bool:
-        """Whether a bound on the bytes of the plan without a budget is known before that plan, and its time.
+        """Whether a bound on the bytes of the plan without a budget is likely to do in place of that plan.
 
-        Without pass reorder there is no bound, and the time is another where ranks gather twice or collectives wait
-        beside other operators.
+        There is none without pass reorder. In small graphs layouts and tensor objects decide. Where ranks gather twice,
+        or collectives wait beside other operators, only the plan says what time a step takes.
         """
-        bounded = self._least(Terms(0, terms.allowed)) > 0
-        return bounded and not self._once(terms.allowed) and not splittable(self._start.graph)
+        graph, bounded = self._start.graph, self._least(Terms(0, terms.allowed)) > 0
+        return bounded and not graph.eager_floor and not self._once(terms.allowed) and not splittable(graph)
 
     def minimum(self, allowed: str = "all") -> Planned:
         """Return the plan of the smallest budget, as :mod:`roamc.planning.budget_search` defines it; made once.

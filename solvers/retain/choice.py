@@ -203,11 +203,11 @@ class Choice:
         ask = functools.partial(self._ask, budget=budget, frontiers=frontiers, simulations=simulations, enough=enough)
         answer = ask(taken, rival=_fewest(answers, budget, enough))
         yield answer
-        fewer, rival = self._fewer(answer, budget), _fewest(answers, budget, enough)
+        fewer = self._fewer(answer, budget)
         least = answer.seconds - self._seconds(taken) + self._seconds(fewer)  # fewer offers save no reruns
-        if not fewer or least >= rival:
+        if not fewer or least >= _fewest(answers, budget):
             return
-        part = ask(fewer, rival=rival)
+        part = ask(fewer, rival=_fewest(answers, budget, enough))
         yield part
         if part.taken == min(answers, key=lambda one: one.rank(budget)).taken:
             for place in self._unlike(set(taken).difference(fewer)):
@@ -311,7 +311,7 @@ class Choice:
         return math.fsum(self.problem.offers[place].seconds for place in taken)
 
 
-def _fewest(answers: Sequence[RetainSolution], budget: Bytes, enough: Seconds) -> Seconds:
+def _fewest(answers: Sequence[RetainSolution], budget: Bytes, enough: Seconds = 0.0) -> Seconds:
     """The fewest seconds of the answers within the budget, and at most `enough` if that is above 0."""
     seconds = [one.seconds for one in answers if one.peak_bytes <= budget]
     return min((*seconds, enough if enough > 0 else math.inf))
