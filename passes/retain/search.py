@@ -48,7 +48,7 @@ class Choice:
     """A choice decides which values of one graph are recomputed or encoded, for one peak of live bytes after another.
 
     A choice stores what calls have in common (the graph as a problem, bounds, earlier solutions), remembers which
-    codecs won last (see :meth:`forget`), and does not change the graph.
+    codecs won last, and does not change the graph.
 
     Attributes:
         graph: the graph without codecs and reruns, and without gathers that repeat those of forward.
@@ -100,7 +100,7 @@ class Choice:
 
         Returns:
             The decision. If none within ``target`` is found, the one with the lowest peak, status ``"infeasible"``. It
-            depends on earlier calls only by the codecs that won last, until :meth:`forget` is called.
+            depends on earlier calls only by the codecs that won last, until ``search.forget()`` is called.
 
         Raises:
             VerifyError: the solver broke a rule of its problem.
@@ -111,18 +111,6 @@ class Choice:
     def most_bytes(self) -> Bytes:
         """The peak of live bytes, workspaces and what waits for other micro-batches included, if nothing runs again."""
         return int(self.search.solve(LARGEST).peak_bytes)
-
-    @property
-    def refused(self) -> Bytes:
-        """The most live bytes that the search for the lowest peak has asked for in vain; 0 if it has not."""
-        return self.search.refused
-
-    def forget(self) -> None:
-        """Forget which codecs won last, so that the next call tries all sets even if its target is nearly the same.
-
-        Solutions that :attr:`search` has found with ``together=True`` stay.
-        """
-        self.search.forget()
 
     def lowest(self) -> tuple[Decision, ...]:
         """Search for the lowest peak of live bytes, then for less added time at that peak.

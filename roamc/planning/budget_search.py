@@ -198,7 +198,7 @@ def within(
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Only ``asked_bytes`` and
             ``asked_seconds`` are read.
         bound: live bytes below which no plan adds so little.
-        highest: live bytes if nothing runs again.
+        highest: bytes if nothing runs again, live ones or those of a plan.
         seconds: most added time.
         effort: limits and shares.
 

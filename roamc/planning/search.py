@@ -309,7 +309,7 @@ class PlanSearch:
             plans = [_made_already(planned, terms) for planned in candidates]
             for choice in choices:
                 attempt = self._attempts(terms, choice)
-                plans = [budget_search.lower(plans, attempt, self._maker.effort, choice.refused)]
+                plans = [budget_search.lower(plans, attempt, self._maker.effort, choice.search.refused)]
             self._minimum[allowed] = plans[0].planned
         return self._minimum[allowed]
 
@@ -330,7 +330,7 @@ class PlanSearch:
         self, terms: Terms, choice: retain.Choice, *, first: bool = False, enough: Seconds = 0.0
     ) -> Callable[[Bytes], Attempt]:
         """Return a function that asks ``choice`` for a number of live bytes, whatever it was asked before."""
-        choice.forget()
+        choice.search.forget()
 
         def attempt(target: Bytes) -> Attempt:
             ticker.say(f"{retain.NAME}: what runs again for a peak of {format_bytes(target)}")

@@ -7,7 +7,8 @@
     those needed and one more       where that is the best so far; of offers with equal sizes and seconds, the first
 
 A price per byte takes or leaves all offers of one rate together; where the budget needs only some of them, the last
-two kinds of sets find which. The bound is that of `Bounds` over all reruns and offers.
+two kinds of sets find which. The bound is that of `Bounds` over all reruns and offers. A set is left out if its own
+bound says that no part of it adds less than the best answer so far, or than what would be enough.
 
 More offers make other sets, and so may hide a better answer. Where offers that a user allows stand behind others, both
 all offers and the others alone are asked, and the better answer is given: to allow more never costs seconds.

@@ -48,8 +48,7 @@ class Effort:
     """Where fewer seconds are to be beaten, this share of the work goes into improving first.
 
     They are those of another set of offers, or the most that is allowed. The rest of the work is done only if they are
-    beaten. With 1, gpt2 at half of its peak took 13 instead of 7
-    seconds, for the same plan.
+    beaten. With 1, gpt2 at half of its peak took 13 instead of 7 seconds, for the same plan.
     """
 
     rival_work: int = 3_000_000

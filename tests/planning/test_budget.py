@@ -294,6 +294,7 @@ def test_lowest_peak_within_a_time_is_as_low_as_that_of_all_targets(seed: int) -
 
     peaks = {max(lowest, target // step * step) for target in range(1000)}
     kept = budget_search.within(attempt, 0, 1000, seconds)
+    assert len(asked) <= EFFORT.time_rounds
     assert kept == sorted(kept, key=lambda one: one.asked_bytes)
     assert all(one.asked_seconds <= seconds and one.asked_bytes < 1000 for one in kept)
     surely = [peak for peak in peaks if 1.2 * (1000 - peak) <= seconds]
