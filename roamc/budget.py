@@ -15,8 +15,14 @@ if TYPE_CHECKING:
 Budget = Bytes | str
 """A budget: bytes; a share of what eager holds, such as ``"80%"``; ``"min"`` for the lowest peak; ``"light"`` for the
 lowest without heavy operators run again; ``"+1%"`` for the lowest of plans that add at most that share of the
-step's time; ``"device"`` for what the device has free; ``"total:40GB"`` for a size that is to hold parameters, states
-and the rest as well."""
+step's time; ``"+0%"`` for plans that recompute only where that costs no time; ``"device"`` for what the device has
+free; ``"total:40GB"`` for a size that is to hold parameters, states and the rest as well."""
+
+NO_TIME = "+0%"
+"""The budget that limits no bytes, and adds no time."""
+
+DEFAULT = "+1%"
+"""The budget of a step for which none is set, unless eager holds too little for a shorter peak to be worth a search."""
 
 LIGHT = "light"
 """The budget for the lowest peak if only light operators run again, see :data:`roamc.operators.costs.kinds.LIGHT`."""
@@ -41,12 +47,15 @@ KINDS = (
 
 _SHARE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*%", re.ASCII)
 _ADDED = re.compile(rf"\+\s*{_SHARE.pattern}", re.ASCII)
+_NOTHING = re.compile(r"\+?\s*0+(?:\.0+)?\s*%", re.ASCII)
 _TOTAL = "total:"
 _FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 
 
 def parse_budget(budget: object) -> Budget | None:
     """Check a budget, and turn a size such as ``"6GiB"`` into bytes; None, shares, totals and names stay as they are.
+
+    ``"0%"``, ``"+0.0%"`` and the like become :data:`NO_TIME`.
 
     Raises:
         OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``; or it is 0, a
@@ -55,9 +64,9 @@ def parse_budget(budget: object) -> Budget | None:
     budget = budget.strip() if isinstance(budget, str) else budget
     if budget is None or budget in ("min", LIGHT, "device"):
         return budget
+    if isinstance(budget, str) and _NOTHING.fullmatch(budget):
+        return NO_TIME
     if isinstance(budget, str) and _ADDED.fullmatch(budget):
-        if not added_share(budget):
-            raise OptionError(f"memory_budget: {budget!r} adds no time, as without a budget: leave it out, or {KINDS}")
         return budget
     if total_bytes(budget):
         return budget  # type: ignore[return-value]
@@ -67,7 +76,7 @@ def parse_budget(budget: object) -> Budget | None:
         if not count:
             raise OptionError(f"{budget!r} is zero bytes; {KINDS}")
         if share and count > 100:
-            raise OptionError(f"{budget!r} is above 100% of what eager needs; leave it out for no budget")
+            raise OptionError(f"{budget!r} is above 100% of what eager needs; {NO_TIME!r} sets no limit")
         if count < FEW and str(budget).isdecimal():
             percent = f" or '{count}%'" if count <= 100 else ""
             raise OptionError(f"{budget!r} is {count} bytes; did you mean '{count}GB'{percent}?")
@@ -81,6 +90,11 @@ def parse_budget(budget: object) -> Budget | None:
 def is_share(budget: Budget | None) -> bool:
     """Whether a budget is a share of what eager holds, such as ``"80%"``."""
     return isinstance(budget, str) and _SHARE.fullmatch(budget) is not None
+
+
+def limits_nothing(budget: Budget | None) -> bool:
+    """Whether a budget promises nothing that a fallback would break: there is none, or it is :data:`NO_TIME`."""
+    return budget is None or budget == NO_TIME
 
 
 def is_absolute(budget: Budget | None) -> bool:
@@ -123,7 +137,7 @@ def _bytes(size: object) -> Bytes:
 
 
 def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state: Bytes) -> Bytes | None:
-    """Return a budget in bytes; 0 for ``"min"``, ``"light"`` and shares of time such as ``"+1%"``, None for None.
+    """Return a budget in bytes; 0 for ``"min"``, ``"light"`` and shares of time, None for None and ``"+0%"``.
 
     Args:
         budget: as :func:`parse_budget` returns it, but not one on the total.
@@ -134,7 +148,9 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
     Raises:
         OptionError: a share of ``baseline`` is less than a byte, or ``"device"`` asks for a GPU that is not here.
     """
-    if budget is None or isinstance(budget, int):
+    if limits_nothing(budget):
+        return None
+    if isinstance(budget, int):
         return budget
     if budget in ("min", LIGHT) or added_share(budget):
         return 0

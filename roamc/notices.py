@@ -9,6 +9,7 @@ import weakref
 
 import torch
 
+from roamc.budget import limits_nothing
 from roamc.errors import RoamcError, users_level
 from roamc.locks import Lock
 from roamc.options import Options
@@ -62,7 +63,7 @@ def lost_budget(options: Options, scope: str = "for this graph") -> str:
     ``scope`` says for what it is not kept, in words.
     """
     budget = options.memory_budget
-    return "" if budget is None else f"; memory_budget={budget!r} IS NOT KEPT {scope}"
+    return "" if limits_nothing(budget) else f"; memory_budget={budget!r} IS NOT KEPT {scope}"
 
 
 def warn_of_failure(about: object, name: str, options: Options, error: Exception) -> None:

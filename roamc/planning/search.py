@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from roamc import cost, ticker
-from roamc.budget import LIGHT, Budget
+from roamc.budget import DEFAULT, LIGHT, Budget
 from roamc.cost import collectives, utilisation
 from roamc.errors import REQUIRED, OptionError, nearest
 from roamc.graph import TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import build_memory
 from roamc.options import Options, parse_options
-from roamc.passes import reorder, retain
+from roamc.passes import layout, reorder, retain
 from roamc.passes.retain.codecs import lossy_names
 from roamc.planning import budget_search, other_orders, pipeline, plan_files
 from roamc.planning.attempt import Attempt
@@ -164,6 +164,19 @@ class PlanSearch:
         self._choices: dict[tuple[str, Order], retain.Choice] = {}
         self._minimum: dict[str, Planned] = {}
         self._gathers: dict[str, tuple[tuple[str, str], ...]] = {}
+        if options.memory_budget is None and self._is_worth_default:
+            self.terms = self.terms_of(DEFAULT)
+            self._maker = self._maker.under(self.terms)
+
+    @property
+    def _is_worth_default(self) -> bool:
+        """Whether a step without a budget gets :data:`roamc.budget.DEFAULT`, in place of a plan without reruns.
+
+        Not where eager holds so little that nobody lacks the bytes, nor where the model itself asks for reruns: gathers
+        in backward of what forward has gathered, which no share of time counts in.
+        """
+        large = (self._start.graph.eager_bytes or 0) >= layout.EFFORT.small_graph
+        return large and not self._once("all")
 
     def terms_of(self, asked: Budget) -> Terms:
         """Return the terms that a budget asks for on this graph, with its bytes.
