@@ -54,7 +54,7 @@ def rows_of(model: str) -> list[str]:
 
 
 def falling_rows() -> list[str]:
-    """roamc without a budget and under each of :data:`FALLING`, on both routes."""
+    """roamc with "+0%" and under each of :data:`FALLING`, on both routes."""
     return ["eager", "aot_eager", *_under("optimize", FALLING), *_under("train_step", FALLING)]
 
 

@@ -130,7 +130,7 @@ def measure(case: Case, way: str, budget: str, wanted: Gradients, first: list[Gr
     """
     torch._dynamo.reset()
     split = case.split
-    options: dict[str, Any] = {"strict": True, **({} if budget == "none" else {"memory_budget": budget})}
+    options: dict[str, Any] = {"strict": True, "memory_budget": "+0%" if budget == "none" else budget}
     run_eager = gradients_of(SPLITS[split](build(case.kind, case.layers)), split, "eager", {})
     eager = [copied(run_eager()), copied(run_eager())]
     try:

@@ -43,7 +43,8 @@ def worker(name: str, threads: int, rounds: int) -> dict[str, Any]:
     read_clock = clock(torch.device("cpu"))
     profile = calibrate("cpu")
     work = make(name)
-    step = roamc.train_step(work.model, work.loss, torch.optim.AdamW(work.model.parameters(), lr=1e-4), strict=True)
+    optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-4)
+    step = roamc.train_step(work.model, work.loss, optimizer, memory_budget="+0%", strict=True)
     step(*work.batch)
     graph = step.latest.executable.planned.graph
     whole = min(_run(step, work.batch, read_clock) for _ in range(rounds))

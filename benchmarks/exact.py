@@ -3,10 +3,10 @@
     python -m benchmarks.exact [MODEL ...] [--dtypes DTYPE,...] [--threads N,...] [--routes ROUTE,...]
 
 Every model of benchmarks/models.py on the three ways in (torch.compile with backend "roamc", roamc.optimize,
-roamc.train_step), in a process for each model, dtype, number of threads and way in. The reference takes no budget and
-has `disable="fuse"`; against it stand programs with pass fuse without a budget and under four of them. Compared are the
-losses of three steps with AdamW, the parameters behind them, and, but for train_step, whose gradients die within the
-step, the gradients of the last. A budget that no plan keeps is a row that says so.
+roamc.train_step), in a process for each model, dtype, number of threads and way in. The reference adds no time
+("+0%") and has `disable="fuse"`; against it stand programs with pass fuse that add none, by default, and under four
+budgets. Compared are the losses of three steps with AdamW, the parameters behind them, and, but for train_step, whose
+gradients die within the step, the gradients of the last. A budget that no plan keeps is a row that says so.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from torch import Tensor
 from benchmarks._measure import fresh, refused_plan, save
 from benchmarks.kept import with_loss
 from benchmarks.models import WORKLOADS, make
+from roamc.budget import NO_TIME
 
 ROUTES = ("compile", "optimize", "train_step")
-BUDGETS = ("none", "70%", "40%", "light", "min")
+BUDGETS = {"none": NO_TIME, "default": None, "70%": "70%", "40%": "40%", "light": "light", "min": "min"}
 DTYPES = ("float32", "bfloat16")
 THREADS = ("1", "2")
 STEPS = 3
@@ -35,12 +36,12 @@ STEPS = 3
 def worker(name: str, dtype: str, threads: str, route: str) -> list[dict[str, Any]]:
     """Return a row for one model, dtype, number of threads and way in under every budget."""
     torch.set_num_threads(int(threads))
-    expected, _ = _stepped(name, dtype, route, {"disable": "fuse"})
+    expected, _ = _stepped(name, dtype, route, {"disable": "fuse", "memory_budget": NO_TIME})
     rows = []
-    for budget in BUDGETS:
-        row: dict[str, Any] = {"model": name, "dtype": dtype, "kind": f"{route} {budget}", "threads": int(threads)}
+    for called, budget in BUDGETS.items():
+        row: dict[str, Any] = {"model": name, "dtype": dtype, "kind": f"{route} {called}", "threads": int(threads)}
         try:
-            values, counts = _stepped(name, dtype, route, {"memory_budget": None if budget == "none" else budget})
+            values, counts = _stepped(name, dtype, route, {"memory_budget": budget})
             row |= counts | {"equal": len(expected) == len(values) and all(map(torch.equal, expected, values))}
         except Exception as error:
             row |= {"refused": refused_plan(error).needed_bytes}

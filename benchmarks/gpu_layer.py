@@ -22,6 +22,7 @@ import roamc
 from benchmarks._measure import Row, ratio, save, serve
 from benchmarks.gpu import PROFILE, alone, at_rest, peak_of, ready_and_timed, seconds_of
 from benchmarks.shard import ROWS, CoreAgain, Stack, sizes_of
+from roamc.budget import NO_TIME
 from roamc.cli.zoo import Block
 
 RANKS, ROUNDS = 8, 7
@@ -70,6 +71,7 @@ def _ready(layers: int, row: str, way: str, quick: bool) -> tuple[Callable[[int]
     if way == "eager":
         return _about(marked, x, lambda: None)
     options: dict[str, Any] = {"profile": PROFILE, "strict": True, "numerics": "exact" if way == "exact" else "fast"}
+    options["memory_budget"] = NO_TIME
     _plan_of(marked, x, options)
     if way != "within":
         return _about(marked, x, lambda: roamc.plans(marked)[0])

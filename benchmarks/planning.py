@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning [MODEL ...]
 
-The built-in models on the meta device, whole steps and compiled ones, without a budget and under falling shares of
+The built-in models on the meta device, whole steps and compiled ones, with "+0%" and under falling shares of
 what eager takes, each planned by itself in processor seconds, capture apart. The gap is the predicted step time over
 the least that is proved for any choice of reruns and smaller forms within the budget. For GPT-2 XL compiled also the
 seconds of torch's own partitioner, min_cut_rematerialization_partition, on the same joint graph.
@@ -86,7 +86,7 @@ def _planned(graph: Any, budget: str, alone: float) -> dict[str, Any]:
     from roamc.options import parse_options
     from roamc.planning import search
 
-    options = parse_options({"profile": "cpu"} | ({} if budget == "none" else {"memory_budget": budget}))
+    options = parse_options({"profile": "cpu", "memory_budget": "+0%" if budget == "none" else budget})
     start = time.process_time()
     try:
         plan, refused = search.run(graph, options).plan, False

@@ -2,7 +2,7 @@
 
 A name is a family, then what it does about memory: ``eager``, ``eager+block``, ``inductor@0.5``, ``optimize@300MB``.
 After ``+`` stands what torch's checkpointing keeps of a block, or ``fast`` for roamc's numerics; after ``@`` the budget
-in the family's own terms.
+in the family's own terms; roamc's programs without one have "+0%".
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import roamc
 from benchmarks.blocks import Blocked, wrap
+from roamc.budget import NO_TIME
 from roamc.graph import TrainGraph
 from roamc.options import Options
 from roamc.planning import search
@@ -82,7 +83,7 @@ def build(name: str, work: Blocked, profile: str) -> Program:
     if row.how and row.how != FAST:
         wrap(work, row.how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    options = {"memory_budget": row.budget or None, "profile": profile, "strict": True}
+    options = {"memory_budget": row.budget or NO_TIME, "profile": profile, "strict": True}
     if row.how == FAST:
         options["numerics"] = FAST
     if row.family == "train_step":

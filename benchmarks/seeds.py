@@ -80,7 +80,7 @@ def build(name: str, row: str, *, quick: bool) -> Program:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     if how.startswith("train_step"):
-        options: dict[str, Any] = {"memory_budget": budget or None, "profile": "cpu", "strict": True}
+        options: dict[str, Any] = {"memory_budget": budget or "+0%", "profile": "cpu", "strict": True}
         if how.endswith(("tempo", "both")):
             options["codecs"] = "tempo"
         whole = roamc.train_step(model, lambda net, *batch: net(*batch), optimizer, **options)

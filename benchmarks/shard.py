@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks._measure import save
+from roamc.budget import NO_TIME, Budget
 from roamc.cli.models import MODELS
 from roamc.cli.zoo import RECIPES, Block
 from roamc.cost import load_profile, prices, step_seconds
@@ -124,7 +125,7 @@ def graph_of(sizes: dict[str, Any], layers: int, row: Row, mesh: Mesh) -> TrainG
 
 
 def planned(
-    sizes: dict[str, Any], layers: int, row: Row, ranks: int, budget: int | None = None, **changes: Any
+    sizes: dict[str, Any], layers: int, row: Row, ranks: int, budget: Budget = NO_TIME, **changes: Any
 ) -> Planned:
     """The plan of that graph; ``changes`` are options."""
     mesh = Mesh(tp=ranks if row.split else 1)

@@ -172,7 +172,7 @@ def _solver(rows: Rows) -> list[str]:
     return [
         "",
         f"{budgeted[0]['layers']} of these layers without any mark, with the peak of those that are marked by hand as "
-        "their budget: predicted milliseconds of forward and backward, and those without a budget.",
+        "their budget: predicted milliseconds of forward and backward, and those at no added time.",
         "",
         *markdown(
             "model, t | marked by hand | budget, GB | ms by hand | `shard` | ms by the solver | needs, GB | ms without",

@@ -28,8 +28,8 @@ COLUMNS = {
     "eager": "eager",
     "eager+block": "checkpoint",
     "inductor": "`torch.compile`",
-    "train_step": "`train_step`",
-    "train_step@+1%": '`"+1%"`',
+    "train_step@+1%": "`train_step`",
+    "train_step": '`"+0%"`',
     "train_step@min": '`"min"`',
 }
 """Programs of the table of budgets that :func:`overview` compares, and how it calls them."""
@@ -40,8 +40,8 @@ def overview(rows: Rows) -> list[str]:
     by_name = {(row["model"], row["kind"]): row for row in rows}
     return [
         "Measured peak of one AdamW step in float32 above parameters, optimizer state and batch (MB), and in brackets "
-        "its time as a share of eager's, one thread. Checkpoint is `torch.utils.checkpoint` around every block; the "
-        "last two columns are `train_step` with that `memory_budget`.",
+        "its time as a share of eager's, one thread. Checkpoint is `torch.utils.checkpoint` around every block. "
+        '`train_step` has its default, `"+1%"`; the last two columns are the same with that `memory_budget`.',
         "",
         *markdown(
             f"model | {' | '.join(COLUMNS.values())}",
@@ -74,11 +74,11 @@ def kept(rows: Rows) -> list[str]:
 
 
 def same_bits(rows: Rows) -> str:
-    """A sentence on how many of the rows give the values of three steps without a budget, if any were compared."""
+    """A sentence on how many of the rows give the values of three steps with "+0%", if any were compared."""
     equal = [row["equal"] for row in rows if "equal" in row]
     if not equal:
         return ""
-    return f" Losses and parameters are bit for bit those without a budget in {sum(equal)} of {len(equal)}."
+    return f' Losses and parameters are bit for bit those of `"+0%"` in {sum(equal)} of {len(equal)}.'
 
 
 def rivals(rows: Rows) -> list[str]:

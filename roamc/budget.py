@@ -41,13 +41,12 @@ FEW_WRITTEN = 100_000
 
 KINDS = (
     'give a size such as "6GiB", a share of what eager holds such as "80%", a share of time that may be added such as '
-    '"+1%", a size in all such as "total:40GB", or "min", "light" or "device"'
+    '"+1%" or "+0%", a size in all such as "total:40GB", or "min", "light" or "device"'
 )
 """What a budget may be, for messages."""
 
 _SHARE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*%", re.ASCII)
 _ADDED = re.compile(rf"\+\s*{_SHARE.pattern}", re.ASCII)
-_NOTHING = re.compile(r"\+?\s*0+(?:\.0+)?\s*%", re.ASCII)
 _TOTAL = "total:"
 _FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 
@@ -55,7 +54,7 @@ _FRACTION = re.compile(r"\d+\.\d+", re.ASCII)
 def parse_budget(budget: object) -> Budget | None:
     """Check a budget, and turn a size such as ``"6GiB"`` into bytes; None, shares, totals and names stay as they are.
 
-    ``"0%"``, ``"+0.0%"`` and the like become :data:`NO_TIME`.
+    ``"+0.0%"`` and the like become :data:`NO_TIME`.
 
     Raises:
         OptionError: it is no size, no percentage and none of ``"min"``, ``"light"`` and ``"device"``; or it is 0, a
@@ -64,10 +63,8 @@ def parse_budget(budget: object) -> Budget | None:
     budget = budget.strip() if isinstance(budget, str) else budget
     if budget is None or budget in ("min", LIGHT, "device"):
         return budget
-    if isinstance(budget, str) and _NOTHING.fullmatch(budget):
-        return NO_TIME
     if isinstance(budget, str) and _ADDED.fullmatch(budget):
-        return budget
+        return budget if added_share(budget) else NO_TIME
     if total_bytes(budget):
         return budget  # type: ignore[return-value]
     try:

@@ -42,8 +42,8 @@ class Options:
             other heavy operators; "+1%" for the lowest peak of plans that add at most that share of the step's
             predicted time; "+0%" for a plan that recomputes only where that costs no time; "device" for the device's
             free memory; "total:40GB" for a size that parameters, optimizer state, inputs and, on a GPU, a margin share
-            with the step. If no plan fits, it is refused before anything runs. None is "+1%" for steps of which eager
-            holds at least 8 MiB, "+0%" for smaller ones and for models that gather parameters again in backward.
+            with the step. If no plan fits, it is refused before anything runs. None is "+1%"; for a step of which
+            eager holds less than 8 MiB, and where sequence parallelism gathers again in backward, it is "+0%".
         gpu: the GPU to plan for, such as "h100", "a100-40" or "rtx4090", or its capacity such as "40GB": the plan says
             whether it fits. Its capacity is a budget on the total; beside a ``memory_budget`` in bytes, the tighter of
             both counts. Its profile predicts times, without ``profile``. None for the device at hand.

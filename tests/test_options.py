@@ -128,7 +128,7 @@ def test_every_error_about_a_budget_says_what_one_is(budget: object) -> None:
     assert str(budget) in what
     assert advice == (
         'give a size such as "6GiB", a share of what eager holds such as "80%", a share of time that may be added '
-        'such as "+1%", a size in all such as "total:40GB", or "min", "light" or "device"'
+        'such as "+1%" or "+0%", a size in all such as "total:40GB", or "min", "light" or "device"'
     )
 
 

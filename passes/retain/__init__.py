@@ -28,9 +28,9 @@ from roamc.passes.retain.apply import apply
 from roamc.passes.retain.compress import Code, compress
 from roamc.passes.retain.decide import decide
 from roamc.passes.retain.decision import NOTHING, Decision
-from roamc.passes.retain.problem import ALLOWED
+from roamc.passes.retain.problem import ALLOWED, SAFE
 from roamc.passes.retain.search import Choice, once
 
-__all__ = ["ALLOWED", "NAME", "NOTHING", "Choice", "Code", "Decision", "apply", "compress", "decide", "once"]
+__all__ = ["ALLOWED", "NAME", "NOTHING", "SAFE", "Choice", "Code", "Decision", "apply", "compress", "decide", "once"]
 
 NAME = "retain"

@@ -22,8 +22,8 @@ class Decision:
         bound_seconds: lower bound on ``added_seconds`` of any choice within the same peak; 0 where none is known.
         status: ``"optimal"`` if no choice adds less, ``"gap"`` if that is not proved, ``"limit"`` if the solver's work
             limit ended the search, ``"infeasible"`` if the peak asked for was not reached.
-        allowed: which operators were allowed to run again, ``"all"`` or ``"light"``; ``bound_seconds`` and ``status``
-            hold for these operators.
+        allowed: which operators were allowed to run again, one of :data:`roamc.passes.retain.problem.ALLOWED`;
+            ``bound_seconds`` and ``status`` hold for these operators.
         codes: (storage, codec, bytes of the storage, bytes of its code, predicted seconds that this adds, storages that
             readers behind forward get made again from what is decoded) for each storage that readers behind forward get
             decoded, or read the projections of. ``reruns`` are of the graph with codecs.

@@ -37,7 +37,7 @@ class Question:
         operators: name of each operator of ``problem``, by number; ``""`` for the handover, the moment between forward
             and backward at which the caller hands in the tangents.
         storages: storage of each buffer of ``problem``, by number.
-        allowed: what may run again, ``"all"`` or ``"light"``.
+        allowed: what may run again, one of :data:`ALLOWED`.
     """
 
     graph: TrainGraph
@@ -64,7 +64,7 @@ def question(
         options: in-place reuse counts unless ``options.disable`` names the pass "reuse".
         order: names of all operators, in a legal order.
         prices: predicted seconds of every operator, by name.
-        allowed: ``"all"``, or ``"light"`` to let only operators run again that are light on any device.
+        allowed: what may run again, one of :data:`ALLOWED`.
         as_given: whether ``order`` is the reference order, and not only where the search for one begins.
     """
     able = able_in(graph, allowed)
@@ -147,7 +147,11 @@ def _results(node: fx.Node) -> list[fx.Node]:
     return picks if isinstance(node.meta.get("val"), list | tuple) else [node]
 
 
-ALLOWED = ("all", LIGHT)
+SAFE = "safe"
+"""All operators, but no run in backward reads what the caller may write after forward, see
+:func:`roamc.rewriting.expiry.guarded`."""
+
+ALLOWED = ("all", LIGHT, SAFE)
 """The values of :attr:`roamc.passes.retain.decision.Decision.allowed`."""
 
 

@@ -21,8 +21,9 @@ from roamc.passes.retain import kernels
 from roamc.passes.retain.compress import compress
 from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.offers import may_cost_more, offered
-from roamc.passes.retain.problem import Question, question
+from roamc.passes.retain.problem import SAFE, Question, question
 from roamc.rewriting.arrange import keeps_order
+from roamc.rewriting.expiry import guarded
 from roamc.rewriting.gathers import gathered_once, gathered_twice
 from roamc.rewriting.order_problem import HANDOVER, operator_names
 from roamc.rewriting.rerun_readers import Run, with_readers
@@ -55,7 +56,7 @@ class Choice:
         once: these gathers, see :attr:`Decision.once`.
         options: what the user set.
         prices: predicted seconds of every operator of ``graph``, by name.
-        allowed: which operators may run again: ``"all"``, or ``"light"`` for those that are light on any device.
+        allowed: which operators may run again, one of :data:`roamc.passes.retain.problem.ALLOWED`.
         asked: the graph as a problem for the solver, with what codecs offer.
         codes: for each of the problem's offers, in its sequence, the storage, its codec and what is made again of it.
         search: the solver's search in that problem.
@@ -79,9 +80,10 @@ class Choice:
                 may be left out.
             profile: the device profile that predicts the time of codecs.
             prices: predicted seconds of every operator of ``graph``, by name.
-            allowed: ``"all"``, or ``"light"`` to recompute only operators that are light on any device.
+            allowed: one of :data:`roamc.passes.retain.problem.ALLOWED`.
         """
         self.once = once(graph, allowed)
+        graph = guarded(graph) if allowed == SAFE else graph
         self.graph = gathered_once(copied(graph), self.once) if self.once else graph
         self.options, self.prices, self.allowed, self._profile = options, prices, allowed, profile
         order = [name for name in order if name not in dict(self.once)]

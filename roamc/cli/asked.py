@@ -102,7 +102,7 @@ Limit = Annotated[
         "--memory-budget",
         metavar="SIZE",
         help="Most bytes that the step may allocate: 6GiB, 80% of what eager needs, min, light (as min, without "
-        "recomputing matrix products and other heavy operators), +1% (the lowest peak for at most 1% more time), "
+        "recomputing matrix products and other heavy operators), +1% (the lowest peak for at most 1% more time), +0%, "
         "device, or total:40GB (which parameters, optimizer state and inputs share). Exit code 2 if no plan fits. "
         "Repeat it to compare budgets with roamc plan.",
     ),

@@ -40,7 +40,7 @@ class Terms:
 
     Attributes:
         limit: bytes; 0 for the lowest peak, None to recompute nothing, whatever the peak.
-        allowed: the operators that may be recomputed: "all", or "light" for those that are cheap on any device.
+        allowed: the operators that may be recomputed, one of :data:`roamc.passes.retain.ALLOWED`.
         added_share: most time that a plan for the lowest peak may add, as a share of the step's; 0 for any.
         total: whether the limit is what a total leaves to the step, see :meth:`Plan.limited_bytes`.
     """

@@ -25,7 +25,7 @@ from roamc.graph import TrainGraph, main_device
 from roamc.graph.fingerprint import fingerprint
 from roamc.graph.memory import build_memory
 from roamc.options import Options, parse_options
-from roamc.passes import layout, reorder, retain
+from roamc.passes import reorder, retain
 from roamc.passes.retain.codecs import lossy_names
 from roamc.planning import budget_search, other_orders, pipeline, plan_files
 from roamc.planning.attempt import Attempt
@@ -165,17 +165,18 @@ class PlanSearch:
         self._minimum: dict[str, Planned] = {}
         self._gathers: dict[str, tuple[tuple[str, str], ...]] = {}
         if options.memory_budget is None and self._is_worth_default:
-            self.terms = self.terms_of(DEFAULT)
+            allowed = retain.SAFE if self._start.graph.boundary else "all"
+            self.terms = dataclasses.replace(self.terms_of(DEFAULT), allowed=allowed)
             self._maker = self._maker.under(self.terms)
 
     @property
     def _is_worth_default(self) -> bool:
         """Whether a step without a budget gets :data:`roamc.budget.DEFAULT`, in place of a plan without reruns.
 
-        Not where eager holds so little that nobody lacks the bytes, nor where the model itself asks for reruns: gathers
-        in backward of what forward has gathered, which no share of time counts in.
+        Not where eager holds so little that nobody lacks the bytes, nor where sequence parallelism gathers in backward
+        what forward has gathered: a share of time is that of a step without these gathers.
         """
-        large = (self._start.graph.eager_bytes or 0) >= layout.EFFORT.small_graph
+        large = (self._start.graph.eager_bytes or 0) >= self._maker.effort.default_from
         return large and not self._once("all")
 
     def terms_of(self, asked: Budget) -> Terms:

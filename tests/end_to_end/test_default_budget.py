@@ -1,0 +1,144 @@
+"""Without a memory budget a step is planned for "+1%": fewer bytes and eager's bits, where the bytes are worth it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roamc
+from roamc.budget import DEFAULT, NO_TIME
+from roamc.cli.zoo import make
+from roamc.frontends.mesh import Mesh, on_mesh
+from roamc.frontends.workload import capture
+from roamc.options import parse_options
+from roamc.planning import search
+from roamc.planning.plan import Plan
+from tests.end_to_end.helpers import assert_same, gradients_of, noise, warnings_of_roamc
+
+WIDTH = 64
+
+
+def network(layers: int = 3) -> nn.Sequential:
+    torch.manual_seed(3)
+    parts = (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH), nn.Dropout(0.1))
+    return nn.Sequential(*(copy.deepcopy(part) for _ in range(layers) for part in parts))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def plan_of_step(rows: int, budget: str | None) -> Plan:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = roamc.train_step(model, loss_of, optimizer, memory_budget=budget, profile="cpu", strict=True)
+    return step.plan(noise(rows, WIDTH))
+
+
+def plan_of_module(rows: int, budget: str | None) -> Plan:
+    return roamc.plan(network(), noise(rows, WIDTH), memory_budget=budget, profile="cpu")
+
+
+WAYS = pytest.mark.parametrize("plan_of", [plan_of_step, plan_of_module])
+
+
+@WAYS
+def test_default_is_the_plan_of_one_percent(plan_of: Callable[[int, str | None], Plan]) -> None:
+    default, asked, free = (plan_of(2048, budget) for budget in (None, DEFAULT, NO_TIME))
+    assert (default.needed_bytes, default.added_seconds) == (asked.needed_bytes, asked.added_seconds)
+    assert (default.asked_for, free.asked_for) == (DEFAULT, "no budget")
+    assert default.needed_bytes < free.needed_bytes
+    assert default.adds_at_most(0.01)
+    assert free.added_seconds == 0
+
+
+@WAYS
+def test_step_of_few_bytes_is_planned_for_no_added_time(plan_of: Callable[[int, str | None], Plan]) -> None:
+    default, free = plan_of(64, None), plan_of(64, NO_TIME)
+    assert default.baseline_bytes < 8 << 20
+    assert default.decisions == free.decisions
+    assert default.asked_for == free.asked_for == "no budget"
+
+
+def test_share_of_no_time_is_no_budget_to_warn_about() -> None:
+    def broken(x: Tensor) -> Tensor:
+        h = torch.sin(x)
+        torch._dynamo.graph_break()
+        return torch.cos(h).sum()
+
+    compiled = torch.compile(broken, backend="roamc", options={"memory_budget": NO_TIME}, dynamic=False)
+    with warnings_of_roamc() as said:
+        compiled(noise(2048, 1024).requires_grad_()).backward()
+    assert not said
+
+
+def test_default_has_the_bits_of_eager() -> None:
+    model, x = network(), noise(2048, WIDTH)
+    eager = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(one.parameters()) for one in (model, eager)]
+    step = roamc.train_step(model, loss_of, optimizers[0], profile="cpu", strict=True)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss = step(x)
+        torch.manual_seed(seed)
+        expected = loss_of(eager, x)
+        expected.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert_same(loss, expected.detach(), f"loss {seed}")
+    assert step.plans[0].decisions["retain"]["reruns"]
+    assert_same([*model.parameters()], [*eager.parameters()])
+
+
+class Queue(nn.Module):
+    """Compares rows with a copy of a queue, whose rows the caller replaces before backward, as MoCo does."""
+
+    queue: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 256)
+        self.register_buffer("queue", noise(4096, 256, seed=1))
+        self.register_buffer("mean", noise(256, seed=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.sin(self.up(x) - self.mean * 2)
+        return (rows @ self.queue.clone().t()).logsumexp(1).mean()
+
+
+def test_buffer_that_eager_lets_the_caller_write_before_backward_may_be_written() -> None:
+    torch.manual_seed(0)
+    eager = Queue()
+    model = copy.deepcopy(eager)
+    roamc.optimize(model, profile="cpu", strict=True)
+    x = noise(2048, WIDTH)
+    for _ in range(2):
+        for one in (eager, model):
+            loss = one(x)
+            with torch.no_grad():
+                one.queue.add_(1)
+                one.mean.mul_(3)
+            loss.backward()
+    assert_same(gradients_of(model), gradients_of(eager))
+    plan = roamc.plans(model)[0]
+    assert plan.decisions["retain"]["reruns"]
+    assert plan.decisions["retain"]["allowed"] == "safe"
+
+
+def test_activations_that_sequence_parallelism_gathers_again_are_gathered_again_by_default() -> None:
+    def planned(budget: str | None) -> Plan:
+        mesh = Mesh(tp=2)
+        options = parse_options({"memory_budget": budget, "profile": "a100", "shard": "sequence"})
+        with mesh.planned_for():
+            workload = on_mesh(make("gpt", {"layers": 2, "batch": 4}), mesh)
+            return search.run(capture(workload, device=torch.device("cuda")), options).plan
+
+    default, free, asked = planned(None), planned(NO_TIME), planned(DEFAULT)
+    assert default.baseline_bytes > 8 << 20
+    assert default.decisions == free.decisions
+    assert len(asked.decisions["retain"]["once"]) > len(default.decisions["retain"]["once"]) == 0
