@@ -145,7 +145,7 @@ def resolve(budget: Budget | None, baseline: Bytes, device: torch.device, state:
     Raises:
         OptionError: a share of ``baseline`` is less than a byte, or ``"device"`` asks for a GPU that is not here.
     """
-    if limits_nothing(budget):
+    if budget is None or budget == NO_TIME:
         return None
     if isinstance(budget, int):
         return budget
