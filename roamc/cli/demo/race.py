@@ -34,7 +34,7 @@ ENVIRONMENT = {
 class Result:
     """What the demo measured. Keys of mappings are the sides, lists have one element per step.
 
-    The sides are "eager", "roamc" (no budget) and "roamc, budget"; the first is missing in ``plans``.
+    The sides are "eager", "roamc" (its default) and "roamc, budget"; the first is missing in ``plans``.
 
     Attributes:
         task: sizes and budget, shared by all sides.

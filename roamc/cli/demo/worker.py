@@ -30,7 +30,7 @@ from roamc.frontends.workload import Workload
 
 EAGER, FREE, BUDGET = "eager", "roamc", "roamc, budget"
 SIDES = (EAGER, FREE, BUDGET)
-"""Eager PyTorch, roamc without a budget, and roamc under the task's budget."""
+"""Eager PyTorch, roamc by default, and roamc under the task's budget."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Task:
     """What all sides do, and which side this is.
 
     Attributes:
-        side: "eager", "roamc" (no budget) or "roamc, budget".
+        side: "eager", "roamc" (its default) or "roamc, budget".
         steps: number of training steps.
         batch, seq, layers, width, heads, dropout: settings of model ``gpt`` of :mod:`roamc.cli.zoo`.
         memory_budget: the budget of side "roamc, budget", as the option of that name.
