@@ -209,7 +209,7 @@ class Sheet:
             print(line(self.model, row, result), flush=True)
 
     def time(self, rounds: int) -> None:
-        """Ratios of times to eager and to the same family without a budget."""
+        """Ratios of times to eager and to the same family without a budget, which is "+0%" for roamc's."""
         from benchmarks.programs import FAMILIES, Name
 
         for family in FAMILIES:

@@ -25,6 +25,7 @@ from unittest import mock
 
 from benchmarks._measure import Heap, fresh, interleaved, ratio, save
 from benchmarks.blocks import BLOCKED
+from roamc.budget import NO_TIME
 
 ROUNDS = 9
 PAIRS = (
@@ -49,7 +50,8 @@ def worker(name: str, rounds: int) -> dict[str, Any]:
     plans = {}
     ours = (("exact", "exact"), ("unfused", "exact"), ("fast", "fast"), ("onednn", "fast"))
     for kind, numerics in ours:
-        step = _planned(copy.deepcopy(work.model), numerics=numerics, disable="fuse" * (kind == "unfused"))
+        settings = {"numerics": numerics, "memory_budget": NO_TIME, "disable": "fuse" * (kind == "unfused")}
+        step = _planned(copy.deepcopy(work.model), **settings)
         every = mock.patch.object(products, "faster_by_onednn", frozenset)
         with every if kind == "onednn" else contextlib.nullcontext():
             plans[kind] = step.plan(*work.batch)
@@ -96,7 +98,7 @@ def peak(name: str, kind: str, budget: str) -> dict[str, Any]:
         step = _loop(torch.compile(work.model, dynamic=False), work.batch)
     else:
         planned = _planned(
-            work.model, memory_budget="+0%" if budget == "none" else budget, disable="fuse" * (kind == "unfused")
+            work.model, memory_budget=NO_TIME if budget == "none" else budget, disable="fuse" * (kind == "unfused")
         )
         result = {"needed_bytes": planned.plan(*work.batch).needed_bytes}
 

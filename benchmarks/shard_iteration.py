@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from benchmarks._measure import save
 from benchmarks.shard import NAMES, PROFILE, ROWS, Row, Stack, sizes_of
 from benchmarks.shard_table import ITERATIONS, RANKS, Iteration
+from roamc.budget import NO_TIME
 from roamc.capture.tensor_parallel import enter, leave, summed
 from roamc.cli.zoo import RECIPES
 from roamc.cost import DeviceProfile, load_profile, prices
@@ -119,10 +120,10 @@ def graph_of(sizes: dict[str, Any], layers: int, row: Row, *, first: bool = Fals
 
 
 def planned(sizes: dict[str, Any], layers: int, row: Row, *, first: bool = False, last: bool = False) -> Planned:
-    """The plan of that graph; of the profile that is not fitted, whose rates decide little without a budget."""
+    """The plan of that graph; of the profile that is not fitted, whose rates decide little with "+0%"."""
     with Mesh(tp=RANKS).planned_for():
         graph = graph_of(sizes, layers, row, first=first, last=last)
-        return search.run(graph, parse_options({"shard": row.shard, "profile": PROFILE}))
+        return search.run(graph, parse_options({"shard": row.shard, "profile": PROFILE, "memory_budget": NO_TIME}))
 
 
 def seconds(planned_graph: Planned, profile: DeviceProfile, *phases: Phase) -> Seconds:
@@ -287,7 +288,7 @@ def update_seconds(count: int, profile: DeviceProfile) -> Seconds:
     with torch.device("meta"):
         workload = Workload("update", _Flat(count), (torch.zeros(count),), lambda model, gradient: model(gradient))
     graph = capture(workload, clip_grad_norm=1.0, device=torch.device("cuda"))
-    planned_update = search.run(graph, parse_options({"profile": PROFILE}))
+    planned_update = search.run(graph, parse_options({"profile": PROFILE, "memory_budget": NO_TIME}))
     return seconds(planned_update, profile, Phase.UPDATE) + count * COPIED / profile.bandwidth
 
 

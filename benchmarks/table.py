@@ -173,13 +173,13 @@ def _budget(rows: Rows) -> list[str]:
         "Step time against measured peak, one thread, AdamW (MB, s). `+block` is `torch.utils.checkpoint` around every "
         "block, `+select` keeps its matrix products and attention; after `@` stands `memory_budget`, or the budget of "
         'torch.compile; programs of roamc without it have `"+0%"`, and `@+1%` is the default. Times are medians of '
-        "ratios over interleaved steps: to the same program without a budget, and to eager; quickest is the ratio of "
+        "ratios over interleaved steps: to the same program of no added time, and to eager; quickest is the ratio of "
         "the quickest steps. Predicted are the first, the seconds added, and the least that any choice of reruns adds "
-        "within that peak. Values are compared with the program without a budget, that with `aot_eager`, and that with "
-        "eager:",
+        "within that peak. Values are compared with the same program of no added time, that with `aot_eager`, and "
+        "that with eager:",
         "",
         *markdown(
-            "model | program | measured peak | planned | workspace | time / no budget | quickest | time / eager "
+            "model | program | measured peak | planned | workspace | time / no added | quickest | time / eager "
             "| predicted | added | lower bound | planning | values",
             (_budget_row(row) for row in rows),
         ),
@@ -276,7 +276,7 @@ def _kept(rows: Rows) -> list[str]:
 
 
 def _exact(rows: Rows) -> list[str]:
-    """How many programs with groups, without and under budgets, have the bits of the program without either."""
+    """How many programs with groups, under every budget, have the bits of that of ``"+0%"`` without groups."""
     by_type = _grouped(rows, lambda row: (row["model"], row["dtype"], row["threads"]))
     return [
         'Whether exact is exact: on all three ways in, with `"+0%"`, 70 %, 40 %, `light` and `min`, losses, gradients '

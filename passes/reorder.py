@@ -26,11 +26,11 @@ from roamc.units import Bytes, format_bytes
 NAME = "reorder"
 
 TRIAL_WORK = 1_000_000
-"""Work limit of the order solver under a budget, in operators and arcs looked at; lower than without a budget, because
+"""Work limit of the order solver under a budget, in operators and arcs looked at; lower than without a limit, because
 the order is searched once for each of several plans."""
 
 FULL_WORK_GAP: Bytes = 1 << 20
-"""Bytes between peak and bound that are worth all work of the order solver without a budget; fewer are worth less."""
+"""Bytes between peak and bound that are worth all work of the order solver without a limit; fewer are worth less."""
 
 
 @dataclass(frozen=True)

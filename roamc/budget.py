@@ -22,7 +22,7 @@ NO_TIME = "+0%"
 """The budget that limits no bytes, and adds no time."""
 
 DEFAULT = "+1%"
-"""The budget of a step for which none is set, unless eager holds too little for a shorter peak to be worth a search."""
+"""The budget of a step for which none is set, but for those that :class:`roamc.planning.search.PlanSearch` leaves."""
 
 LIGHT = "light"
 """The budget for the lowest peak if only light operators run again, see :data:`roamc.operators.costs.kinds.LIGHT`."""
@@ -73,7 +73,7 @@ def parse_budget(budget: object) -> Budget | None:
         if not count:
             raise OptionError(f"{budget!r} is zero bytes; {KINDS}")
         if share and count > 100:
-            raise OptionError(f"{budget!r} is above 100% of what eager needs; {NO_TIME!r} sets no limit")
+            raise OptionError(f"{budget!r} is above 100% of what eager needs; leave it out, or {NO_TIME!r}")
         if count < FEW and str(budget).isdecimal():
             percent = f" or '{count}%'" if count <= 100 else ""
             raise OptionError(f"{budget!r} is {count} bytes; did you mean '{count}GB'{percent}?")
@@ -89,9 +89,9 @@ def is_share(budget: Budget | None) -> bool:
     return isinstance(budget, str) and _SHARE.fullmatch(budget) is not None
 
 
-def limits_nothing(budget: Budget | None) -> bool:
-    """Whether a budget promises nothing that a fallback would break: there is none, or it is :data:`NO_TIME`."""
-    return budget is None or budget == NO_TIME
+def asks_for_fewer_bytes(budget: Budget | None) -> bool:
+    """Whether the user has asked for fewer bytes than a plan without reruns takes, which a fallback would lose."""
+    return budget is not None and budget != NO_TIME
 
 
 def is_absolute(budget: Budget | None) -> bool:

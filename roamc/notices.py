@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from roamc.budget import limits_nothing
+from roamc.budget import asks_for_fewer_bytes
 from roamc.errors import RoamcError, users_level
 from roamc.locks import Lock
 from roamc.options import Options
@@ -58,12 +58,12 @@ def reason_of(error: Exception) -> str:
 
 
 def lost_budget(options: Options, scope: str = "for this graph") -> str:
-    """Return the end of a warning about a fallback, which says that the budget is not kept; empty without a budget.
+    """Return the end of a warning about a fallback, which says that the budget is not kept; empty without one.
 
     ``scope`` says for what it is not kept, in words.
     """
     budget = options.memory_budget
-    return "" if limits_nothing(budget) else f"; memory_budget={budget!r} IS NOT KEPT {scope}"
+    return "" if not asks_for_fewer_bytes(budget) else f"; memory_budget={budget!r} IS NOT KEPT {scope}"
 
 
 def warn_of_failure(about: object, name: str, options: Options, error: Exception) -> None:

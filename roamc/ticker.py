@@ -146,7 +146,7 @@ def planning(name: str, budget: Bytes | str | None) -> Iterator[None]:
 
     Args:
         name: name of the model.
-        budget: its memory budget, as the user sets it; None for none.
+        budget: its memory budget, as the user sets it; None for the default.
     """
     asked = "" if budget is None else f" for {budget if isinstance(budget, str) else format_bytes(budget)}"
     with working(f"planning {name}{asked}", ": once per shape", f"planned {name}{asked}"):

@@ -170,7 +170,7 @@ def above_eager(graph: TrainGraph, options: Options) -> Bytes:
 
 
 def _table(memory: MemoryModel, graph: TrainGraph, options: Options) -> Table:
-    """The storages as arrays; with what eager holds as a limit if there is no budget."""
+    """The storages as arrays; with what eager holds as a limit if there is no other."""
     floor = graph.eager_floor if options.limit_bytes is None else None
     alignment = least_alignment(graph, options)
     price = EFFORT.allocator_price if options.limit_bytes is None else EFFORT.budget_price

@@ -7,8 +7,8 @@
               storage; recomputed operators give the same bits again; encoded values fill their storage and no operator
               writes them
 
-Without a budget nothing is recomputed or encoded, and what pass ``shard`` gathers is gathered again in backward. Under
-a budget a gather of backward is a rerun of that of forward: a value may also stay whole, which takes less time.
+Without a limit nothing is recomputed or encoded, and what pass ``shard`` gathers is gathered again in backward. Under
+a limit a gather of backward is a rerun of that of forward: a value may also stay whole, which takes less time.
 Collectives run again where all ranks of their group run one plan.
 
 The choice is made by :mod:`roamc.solvers.retain` on a model of the graph in bytes and seconds, for the whole graph at

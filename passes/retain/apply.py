@@ -12,8 +12,9 @@ from roamc.graph.ranks import with_agreements
 from roamc.passes.retain.compress import Code, compress
 from roamc.passes.retain.decision import Decision
 from roamc.passes.retain.kernels import decoded_inside
-from roamc.passes.retain.problem import ALLOWED, able_in
+from roamc.passes.retain.problem import ALLOWED, SAFE, able_in
 from roamc.rewriting.arrange import arrange
+from roamc.rewriting.expiry import guarded
 from roamc.rewriting.gathers import gathered_once
 from roamc.rewriting.rerun import rerun
 from roamc.rewriting.reruns import Rerun
@@ -30,11 +31,13 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     Raises:
         PlanError: ``decision.allowed`` is unknown; a gather that is not to run does not repeat one of forward; the
             graph lacks a storage that is to be encoded; a codec is unknown or does not fit its storage; the reruns do
-            not fit the graph, see :func:`roamc.rewriting.reruns.places`; or an operator runs again that may not under
-            ``allowed``.
+            not fit the graph, see :func:`roamc.rewriting.reruns.places`; or an operator runs again that is not light,
+            where only such may.
     """
     if decision.allowed not in ALLOWED:
         raise PlanError(f"{decision.allowed!r} is none of {', '.join(ALLOWED)}")
+    if decision.allowed == SAFE:
+        graph = guarded(graph)  # the runner then refuses what reads these inputs again
     if decision.once:
         graph = gathered_once(graph, decision.once)
     if decision.codes:

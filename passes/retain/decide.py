@@ -13,7 +13,7 @@ from roamc.passes.retain.search import Choice
 def decide(graph: TrainGraph, options: Options) -> Decision:
     """Choose what to recompute or encode so that live bytes keep the budget, at the least added time.
 
-    ``graph`` stays as it is, and the decision is for its present order. Without a budget (``options.limit_bytes`` is
+    ``graph`` stays as it is, and the decision is for its present order. Without a limit (``options.limit_bytes`` is
     None) the decision is ``NOTHING``; a budget of 0 asks for the lowest peak. If no choice keeps the budget, the
     decision has the lowest peak found and status "infeasible". Only live bytes are compared with the budget; what a
     plan needs in addition, such as gaps in the arena, is counted by :mod:`roamc.planning.search`, which asks a

@@ -49,4 +49,4 @@ class Decision:
 
 
 NOTHING = Decision((), 0, 0.0, 0.0, "optimal", "all")
-"""The decision without a budget: no operator runs again that ran once in the graph, and no storage is encoded."""
+"""The decision without a limit: no operator runs again that ran once in the graph, and no storage is encoded."""

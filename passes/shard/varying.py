@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from roamc.graph import Role, TrainGraph, operators, output_values, placeholders
+from roamc.graph import Role, TrainGraph, input_gradients, operators, placeholders
 from roamc.operators import ops
 from roamc.operators.collectives import FINISHED
 from roamc.operators.schemas import group_of
@@ -54,7 +54,7 @@ def varying(graph: TrainGraph, group: object) -> frozenset[fx.Node]:
         group: the group's name, as operators are called with it.
     """
     parts = _summed_parameters(graph, group)
-    pairs = _gradients(graph)
+    pairs = input_gradients(graph)
     while True:
         differ = _spread(graph, group, parts)
         more = {parameter for parameter, gradient in pairs if gradient in differ} - parts
@@ -105,17 +105,6 @@ def _source(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and (ops.is_view(node.target) or _copies(node)):
         node = node.all_input_nodes[0]
     return node
-
-
-def _gradients(graph: TrainGraph) -> list[tuple[fx.Node, fx.Node]]:
-    """Inputs with the gradient that the graph returns for each; empty unless there is one output for every input."""
-    fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
-    inputs = [node for node, port in fed if port.role is not Role.TANGENT]
-    returned = zip(output_values(graph.graph), graph.outputs, strict=True)
-    gradients = [node for node, port in returned if port.role is Role.GRADIENT]
-    if len(inputs) != len(gradients):
-        return []
-    return [(node, gradient) for node, gradient in zip(inputs, gradients, strict=True) if gradient is not None]
 
 
 def _spread(graph: TrainGraph, group: object, parts: set[fx.Node]) -> frozenset[fx.Node]:

@@ -102,9 +102,9 @@ Limit = Annotated[
         "--memory-budget",
         metavar="SIZE",
         help="Most bytes that the step may allocate: 6GiB, 80% of what eager needs, min, light (as min, without "
-        "recomputing matrix products and other heavy operators), +1% (the lowest peak for at most 1% more time), +0%, "
-        "device, or total:40GB (which parameters, optimizer state and inputs share). Exit code 2 if no plan fits. "
-        "Repeat it to compare budgets with roamc plan.",
+        "recomputing matrix products and other heavy operators), +1% (the lowest peak for at most 1% more time; the "
+        "default), +0% (recompute only what costs no time), device, or total:40GB (which parameters, optimizer state "
+        "and inputs share). Exit code 2 if no plan fits. Repeat it to compare budgets with roamc plan.",
     ),
 ]
 Others = Annotated[
@@ -181,7 +181,7 @@ class Request:
         forward_backward: whether to leave the update out.
         meta: whether to call the function of a file with the meta device as torch's default.
         clip_grad_norm: limit of the gradients' norm, as for :func:`roamc.train_step`; None for no clipping.
-        memory_budget: as the option of that name, see :data:`roamc.budget.Budget`; None for none.
+        memory_budget: as the option of that name, see :data:`roamc.budget.Budget`; None for the default.
         options: roamc's options, each as ``key=value``.
         device: "cuda" to plan for a GPU, which need not be there; "cpu" for the device that the model lies on.
         gpu: the GPU that the step is to fit, as the option of that name; None for none.

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from roamc import ticker
-from roamc.budget import parse_budget
+from roamc.budget import NO_TIME, parse_budget
 from roamc.capture.moved import built_for, device_of
 from roamc.cli import configs, dumps, zoo
 from roamc.cli.asked import Request
@@ -344,7 +344,7 @@ def _with_way_out(planned: Planned, trials: search.PlanSearch, smaller: str) -> 
     if plan.fits is not False:
         return planned
     other = trials.fit(trials.terms_of_total(plan.room_bytes)).plan
-    more = f" with {other.added_share:.1%} more time than without a budget"
+    more = f" with {other.added_share:.1%} more time than with memory_budget={NO_TIME}"
     note = f"it fits{more if other.added_share else ''}: leave the memory budget out{SMALLER}{smaller}"
     if other.fits is False:
         least = f"at least {format_bytes(other.total_bytes)}, with as much recomputation as helps"

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from roamc import compat_aot, compat_dynamo, exchange, notices, ticker
-from roamc.budget import is_absolute, is_share, limits_nothing
+from roamc.budget import asks_for_fewer_bytes, is_absolute, is_share
 from roamc.capture import joint, recurrent, torch_faults
 from roamc.capture.shared import shared_by
 from roamc.capture.torch_faults import Fault
@@ -197,7 +197,7 @@ class _Job:
     def compile_fixed(self, gm: fx.GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
         """Compile the graph, with known sizes; return the compiled function, and one that forgets its plans."""
         calls = OpenCalls(self.held)
-        if limits_nothing(self.options.memory_budget):
+        if not asks_for_fewer_bytes(self.options.memory_budget):
             return self.compile_for(gm, inputs, calls, 1)
         compiled = PlannedAgain(gm, inputs, self, calls)
         return compiled, compiled.forget
@@ -271,7 +271,7 @@ class _Job:
 
     def check_split(self) -> None:
         """Warn that a budget holds for a part of the model alone."""
-        if self.split and not limits_nothing(self.options.memory_budget):
+        if self.split and asks_for_fewer_bytes(self.options.memory_budget):
             notices.warn(
                 self.about,
                 f"split at {self.split}",
@@ -282,7 +282,7 @@ class _Job:
 
     def check_caller(self, caller: CodeType) -> None:
         """Warn that a budget holds for the parts of a function alone, which itself runs in eager."""
-        if not limits_nothing(self.options.memory_budget):
+        if asks_for_fewer_bytes(self.options.memory_budget):
             notices.warn(
                 self.record if self.record.name else caller,
                 "in eager",

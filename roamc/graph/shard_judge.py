@@ -40,7 +40,7 @@ from roamc.compat import OpOverload
 from roamc.compat_groups import ranks_in
 from roamc.compat_operators import is_pointwise
 from roamc.errors import VerifyError
-from roamc.graph import Phase, Role, TrainGraph, output_values, placeholders, tensors_of
+from roamc.graph import Phase, TrainGraph, input_gradients, output_values, tensors_of
 from roamc.graph.rank_judge import check_agreements, check_waits
 from roamc.graph.shard_classes import MORE_RULES, by_class, is_by_class
 from roamc.graph.shard_indices import INDEX_RULES
@@ -399,13 +399,9 @@ class Walk:
 
     def _shared(self, group: object) -> Callable[[Term], bool]:
         source = self.captured or self
-        fed = zip(placeholders(source.graph.graph), source.graph.inputs, strict=True)
-        inputs = [node for node, port in fed if port.role is not Role.TANGENT]
-        outputs = zip(output_values(source.graph.graph), source.graph.outputs, strict=True)
-        gradients = [node for node, port in outputs if port.role is Role.GRADIENT]
         pairs: list[tuple[Term, Term]] = []
-        for node, gradient in zip(inputs, gradients, strict=False) if len(inputs) == len(gradients) else ():
-            mine, theirs = source.values[node], () if gradient is None else source.values[gradient]
+        for node, gradient in input_gradients(source.graph):
+            mine, theirs = source.values[node], source.values[gradient]
             if mine and theirs and mine[0] is not None and theirs[0] is not None:
                 pairs.append((mine[0].term, theirs[0].term))
         return self.terms.shared(group, tuple(source.summed), tuple(pairs))

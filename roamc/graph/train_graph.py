@@ -263,6 +263,20 @@ def output_values(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
     return tuple(output_node(graph).args[0])  # type: ignore[arg-type]
 
 
+def input_gradients(graph: TrainGraph) -> list[tuple[fx.Node, fx.Node]]:
+    """Return inputs with the gradient that the graph returns for each; empty unless it has one output for every input.
+
+    Graphs of ``torch.compile`` have; a whole step returns gradients of its batch only.
+    """
+    fed = zip(placeholders(graph.graph), graph.inputs, strict=True)
+    inputs = [node for node, port in fed if port.role is not Role.TANGENT]
+    returned = zip(output_values(graph.graph), graph.outputs, strict=True)
+    gradients = [node for node, port in returned if port.role is Role.GRADIENT]
+    if len(inputs) != len(gradients):
+        return []
+    return [(node, gradient) for node, gradient in zip(inputs, gradients, strict=True) if gradient is not None]
+
+
 def tensors_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (position, fake tensor) for each result of ``node`` that is a tensor; a single tensor has position 0."""
     value = node.meta.get("val")

@@ -6,7 +6,7 @@ The passes decide one after the other, so the peak that ``retain`` is asked for 
     asked of retain    430          418         421
     peak of the plan   441  above   416  fits   429.6  fits: taken
 
-There is one smallest budget: what the plan of ``"min"`` needs. That plan is looked for without a budget, and then by
+There is one smallest budget: what the plan of ``"min"`` needs. That plan is looked for without a limit, and then by
 asking for budgets a little below the lowest plan so far until one is refused, in each order in which reruns are looked
 for. It is made before a budget is refused. It is also made before a plan is accepted for which ``retain`` did not reach
 what it was asked for, which happens only near the smallest budget. A budget that the plan of ``"min"`` fits is kept, if
@@ -164,7 +164,7 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
     """Find the plan of ``"min"`` by asking for budgets a little below the lowest plan so far.
 
     Args:
-        plans: those with the fewest bytes that were found without a budget; at least one.
+        plans: those with the fewest bytes that were found without a limit; at least one.
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Of a strained plan only
             ``strained`` is read.
         effort: limits and shares.

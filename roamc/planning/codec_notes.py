@@ -41,7 +41,7 @@ def notes(
 
 def _note(name: str, used: list[Encoding], fits: int | None) -> str:
     if not used and fits is None:
-        return f"codec {name} is not used: all values wait as they are; a memory_budget, or a lower one, may need it"
+        return f"codec {name} is not used: all values wait as they are; a lower memory_budget may need it"
     if fits == 0:
         return f"codec {name} is not used: it makes no value that waits for backward smaller"
     of = "" if fits is None else f" of {fits}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from roamc import decode, files
-from roamc.budget import LIGHT
+from roamc.budget import LIGHT, NO_TIME
 from roamc.errors import PlanError
 from roamc.gpus import rounding
 from roamc.units import LARGEST, Bytes, Seconds, format_apart, format_bytes, format_parts, format_seconds
@@ -38,7 +38,7 @@ class Plan:
         threads: number of torch's threads on a CPU for which ``needed_bytes`` is counted: some operators have buffers
             for each.
         budget_bytes: the budget that was asked for, of ``needed_bytes``; 0 for the lowest peak or a share of time, None
-            for none.
+            for ``"+0%"``.
         budget_added: most time that the plan was allowed to add, as a fraction of ``step_seconds``; 0 for any.
         least_bytes: lower bound of ``needed_bytes`` for any choice of reruns and codecs that adds no more, in any
             order; 0 where it is not known, or where ``budget_added`` is 0.
@@ -179,14 +179,14 @@ class Plan:
 
     @property
     def allowed(self) -> str:
-        """The operators that were allowed to run again: "all", or "light" for those that are cheap on any device."""
-        return LIGHT if self.decisions.get("retain", {}).get("allowed") == LIGHT else "all"
+        """The operators that were allowed to run again, one of :data:`roamc.passes.retain.ALLOWED`."""
+        return str(self.decisions.get("retain", {}).get("allowed", "all"))
 
     @property
     def asked_for(self) -> str:
-        """The budget that the plan was made for, as users write it; "no budget" for none."""
+        """The budget that the plan was made for, as users write it."""
         if self.budget_bytes is None:
-            return "no budget"
+            return NO_TIME
         lowest = LIGHT if self.allowed == LIGHT else "min"
         asked = f"+{100 * self.budget_added:g}%" if self.budget_added else lowest
         return format_bytes(self.budget_bytes) if self.budget_bytes else asked

@@ -7,7 +7,7 @@ import functools
 import os
 
 from roamc import notices
-from roamc.budget import Budget
+from roamc.budget import LIGHT, Budget
 from roamc.errors import BudgetError, PlanError
 from roamc.graph import TrainGraph, main_device
 from roamc.options import Options
@@ -91,7 +91,7 @@ def _not_kept(plan: Plan, terms: Terms, asked: Budget | None) -> str:
     if terms.added_share and not plan.adds_at_most(terms.added_share):
         return f"adds {added(plan)}, above memory_budget={asked!r}"
     lowest = plan.budget_bytes == 0 and (not plan.budget_added or plan.budget_added >= terms.added_share > 0)
-    if lowest and ("retain" not in plan.decisions or plan.allowed == terms.allowed):
+    if lowest and ("retain" not in plan.decisions or (plan.allowed == LIGHT) == (terms.allowed == LIGHT)):
         return ""
     return f"was made for {plan.asked_for}, which may need more than memory_budget={asked!r} takes"
 
@@ -123,5 +123,6 @@ def under_terms(counted: Plan, loaded: Plan, terms: Terms) -> Plan:
     if terms.limit:
         size, added, least = terms.limit, 0.0, 0
     elif terms.added_share:
-        size, added, least = 0, terms.added_share, least if terms.added_share <= added else 0
+        holds = terms.added_share <= added and terms.allowed == loaded.allowed
+        size, added, least = 0, terms.added_share, least if holds else 0
     return dataclasses.replace(counted, budget_bytes=size, budget_added=added, least_bytes=least)

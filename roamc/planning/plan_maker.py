@@ -276,7 +276,7 @@ class PlanMaker:
     def _size(self, end: State) -> Bytes:
         """The bytes by which a state is compared with one without split collectives, which may be a bit smaller.
 
-        Without a budget, tensors' own objects do not count: hidden collectives are worth one more of them.
+        Without a limit, tensors' own objects do not count: hidden collectives are worth one more of them.
         """
         placed: layout.Decision = end.decisions[layout.NAME]
         size = placed.peak_bytes if self.options.limit_bytes is None else placed.needed_bytes

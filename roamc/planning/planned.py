@@ -101,7 +101,7 @@ def plan_of(
     Args:
         end: the state that the last pass left.
         fingerprint: hash of the captured graph.
-        limit: budget in bytes; 0 for the lowest peak, None for no budget.
+        limit: budget in bytes; 0 for the lowest peak, None for no limit.
         step_seconds: predicted time of a step in which nothing is recomputed.
         eager_needs: bytes that eager PyTorch takes at its worst step, see :attr:`Plan.baseline_needed_bytes`.
         effort: how far above its bound a peak may be and count as optimal.

@@ -156,7 +156,7 @@ class PlanSearch:
         options = _checked(options)
         maker, self._start = _prepared(self._watch, graph, options, None, mark or fingerprint(graph), deep)
         self._maker = dataclasses.replace(maker, effort=effort)
-        self.options, self.terms = self._maker.options, self._maker.terms
+        self.options, self.terms, self._allowed = self._maker.options, self._maker.terms, self._maker.terms.allowed
         self.plans, self._many = list[Plan](), many
         self._ordered: dict[tuple[bool, str], State] = {}
         self._firsts: dict[Terms, Planned] = {}
@@ -171,13 +171,13 @@ class PlanSearch:
 
     @property
     def _is_worth_default(self) -> bool:
-        """Whether a step without a budget gets :data:`roamc.budget.DEFAULT`, in place of a plan without reruns.
+        """Whether a step for which no budget is set is planned for :data:`roamc.budget.DEFAULT`, not for no added time.
 
         Not where eager holds so little that nobody lacks the bytes, nor where sequence parallelism gathers in backward
         what forward has gathered: a share of time is that of a step without these gathers.
         """
         large = (self._start.graph.eager_bytes or 0) >= self._maker.effort.default_from
-        return large and not self._once("all")
+        return large and self.has_reruns and not self._once("all")
 
     def terms_of(self, asked: Budget) -> Terms:
         """Return the terms that a budget asks for on this graph, with its bytes.
@@ -259,7 +259,7 @@ class PlanSearch:
     def _lowest_within(self, terms: Terms) -> Planned:
         """Return the plan that needs least of those that add at most a share of the step's time.
 
-        If none of these needs less than the plan without a budget, it is that one; but a plan under a limit where that
+        If none of these needs less than the plan without a limit, it is that one; but a plan under a limit where that
         one gathers twice and takes more than the share for it. It is made only where no bound says that it needs more.
         The plan has a lower bound on what any choice of reruns and codecs that keeps to the share needs. Layouts are
         those for a budget that all of them keep: for one of 0, the last bytes would be bought with calls of the
@@ -292,13 +292,13 @@ class PlanSearch:
         )
 
     def _plain_within(self, terms: Terms) -> Planned:
-        """Return the plan without a budget; that under a limit if gathers of that one exceed the terms' share."""
+        """Return the plan without a limit; that under a limit if gathers of that one exceed the terms' share."""
         plain = self._first(Terms(None, terms.allowed))
         keeps = self.counted(plain.plan).adds_at_most(terms.added_share)
         return plain if keeps else self._first(Terms(LARGEST, terms.allowed))
 
     def _is_plain_bounded(self, terms: Terms) -> bool:
-        """Whether a bound on the bytes of the plan without a budget is likely to do in place of that plan.
+        """Whether a bound on the bytes of the plan without a limit is likely to do in place of that plan.
 
         There is none without pass reorder. In small graphs layouts and tensor objects decide. Where ranks gather twice,
         or collectives wait beside other operators, only the plan says what time a step takes.
@@ -369,7 +369,7 @@ class PlanSearch:
             together: begin the choice with what was found for other targets. The plan then depends on those before.
             simulations: limit of the solver's work, in simulations of the schedule.
         """
-        terms = Terms(0, self.terms.allowed)
+        terms = Terms(0, self._allowed)
         choice = self._choice(terms.allowed)
         with self._watch.of(retain.NAME):
             answer = choice.search.solve(target, together=together, simulations=simulations)
@@ -384,7 +384,7 @@ class PlanSearch:
             terms: the terms that the plans are made for; None for a budget of 0 and the operators of this search.
             together: begin the choice with what was found for other targets. The plan then depends on those before.
         """
-        terms = terms or Terms(0, self.terms.allowed)
+        terms = terms or Terms(0, self._allowed)
         return self._lowest(self._choice(terms.allowed), terms, together=together)
 
     def _lowest(self, choice: retain.Choice, terms: Terms, *, together: bool = False) -> Planned:
@@ -430,8 +430,8 @@ class PlanSearch:
 
     @property
     def choice(self) -> retain.Choice:
-        """The choice of pass retain: what can be dropped and run again, or encoded, under the terms of the options."""
-        return self._choice(self.terms.allowed)
+        """The choice of pass retain: what can be encoded, or dropped and run again as far as the options let it."""
+        return self._choice(self._allowed)
 
     def _choice(self, allowed: str, order: Order | None = None) -> retain.Choice:
         """Return the choice of pass retain for what may run again, by default in the first of :meth:`_orders_of`."""
@@ -502,7 +502,7 @@ class PlanSearch:
     @property
     def alone(self) -> Seconds:
         """Predicted seconds of a step in which nothing runs again, and nothing is gathered twice that need not be."""
-        return self._alone(self.terms.allowed)
+        return self._alone(self._allowed)
 
     def counted(self, plan: Plan) -> Plan:
         """Return ``plan``, one of :attr:`plans`, with its added seconds counted from :attr:`alone`.
@@ -510,9 +510,9 @@ class PlanSearch:
         A plan that is made without a limit gathers in backward again, and does not count that as added.
         """
         decision = plan.decisions.get(retain.NAME, {})
-        if decision.get("once") or not self._once(self.terms.allowed):
+        if decision.get("once") or not self._once(self._allowed):
             return plan
-        spared = self._spared(self.terms.allowed)
+        spared = self._spared(self._allowed)
         return dataclasses.replace(plan, added_seconds=plan.added_seconds + spared)
 
     def _alone(self, allowed: str) -> Seconds:

@@ -171,8 +171,8 @@ class Explanation:
         planned: the peak in the chosen order.
         allocating: operators without an ``out=`` form, most bytes first.
         held: what the caller holds by module, see :func:`held`; empty if the graph knows no modules.
-        dropped: what is made again to keep the budget, most bytes first.
-        smaller: what is kept in fewer bytes to keep the budget, those first that save most.
+        dropped: what is made again for a lower peak, most bytes first.
+        smaller: what is kept in fewer bytes for a lower peak, those first that save most.
         projected: weights whose gradients are made in a subspace, in the sequence in which these are made.
         grouped: operators that run as one, those with most bytes inside first.
         candidates: (algorithm, peak in bytes) of every order that was tried, lowest first.

@@ -38,7 +38,7 @@ STAGES = (
 )
 """The order in which times are shown; any other stage comes last."""
 
-RECOMPUTED, ENCODED = "recomputed to fit the budget", "encoded to fit the budget"
+RECOMPUTED, ENCODED = "recomputed for a lower peak", "encoded for a lower peak"
 """Titles of the lists of what pass retain decided."""
 
 

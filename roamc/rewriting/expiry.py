@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from roamc.graph import Phase, Port, Role, TrainGraph, output_values, placeholders, tensors_of
+from roamc.graph import Phase, Port, Role, TrainGraph, input_gradients, placeholders, tensors_of
 from roamc.graph.memory import MemoryModel, Operator, Place, Storage, build_memory
 from roamc.rewriting.rerun_variants import makes_again, may_run_again, must_stay, reads_again
 
@@ -42,23 +42,22 @@ def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]
 
 
 def guarded(graph: TrainGraph) -> TrainGraph:
-    """Return ``graph`` with the inputs that the caller may write after forward without an error of eager's autograd.
+    """Return ``graph`` with inputs marked as overwritten that eager's autograd lets the caller write after forward.
 
-    These are the inputs without a gradient that no operator of backward reads, such as a queue of keys of which forward
-    took a copy. A graph without a boundary has none: nothing of the caller's runs within it. No parameter counts: of
-    one that is changed before backward, eager saves at least the weight of its layer, and says so.
+    These are the inputs that no operator of backward reads, such as a queue of keys of which forward took a copy. A
+    parameter with a gradient is none of them: rows are normed again with its bias, which hardly anybody writes between
+    forward and backward. A graph without a boundary has no such input: nothing of the caller's runs within it.
     """
     if not graph.boundary:
         return graph
-    memory, results = build_memory(graph), output_values(graph.graph)
+    memory, trained = build_memory(graph), {node for node, _ in input_gradients(graph)}
     late = (operator for operator in memory.operators if operator.phase is not Phase.FORWARD)
     read = {storage for operator in late for storage in operator.reads}
-    gradients = [value for value, port in zip(results, graph.outputs, strict=True) if port.role is Role.GRADIENT]
     ports = list[Port]()
-    for at, (node, port) in enumerate(zip(placeholders(graph.graph), graph.inputs, strict=True)):
-        trained = port.role is Role.TANGENT or (at < len(gradients) and gradients[at] is not None)
-        unread = read.isdisjoint(memory.owner[node.name, number] for number, _ in tensors_of(node))
-        ports.append(dataclasses.replace(port, overwritten=port.overwritten or (unread and not trained)))
+    for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True):
+        ours = port.role is Role.TANGENT or (port.role is Role.PARAMETER and node in trained)
+        unread = read.isdisjoint(memory.owner[node.name, position] for position, _ in tensors_of(node))
+        ports.append(dataclasses.replace(port, overwritten=port.overwritten or (unread and not ours)))
     return graph.replace(inputs=tuple(ports))
 
 

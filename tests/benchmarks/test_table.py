@@ -38,7 +38,7 @@ def test_a_budget_that_was_exceeded_is_named() -> None:
 
 def test_values_are_counted_where_they_were_compared() -> None:
     (text,) = summary.kept([{**ROW, "measured": 100, "equal": equal} for equal in (True, False)])
-    assert text.endswith("those of `" + 0 % "` in 1 of 2.")
+    assert text.endswith('those of `"+0%"` in 1 of 2.')
 
 
 def test_falling_budgets_are_a_line_of_peaks_and_one_of_times() -> None:

@@ -275,7 +275,7 @@ def test_explain_says_what_is_encoded() -> None:
     assert {row["operator"] for row in data["smaller"]} == {"roamc.dropout_mask.default"}
     spent = sum(row["seconds"] for key in ("dropped", "smaller") for row in data[key])
     assert spent == pytest.approx(data["plan"]["added_seconds"])
-    shown = run(*asked).stdout.partition("encoded to fit the budget")[2]
+    shown = run(*asked).stdout.partition("encoded for a lower peak")[2]
     assert re.search(r"encoded +bits +storages .*\n.*bits +roamc\.drop", shown)
 
 
@@ -285,7 +285,7 @@ def test_explain_says_what_is_recomputed() -> None:
     assert data["plan"]["total_bytes"] == sum(data["plan"]["fixed_bytes"].values()) + data["plan"]["needed_bytes"]
     assert sum(row["runs"] for row in data["dropped"]) == len(data["plan"]["decisions"]["retain"]["reruns"])
     assert sum(row["seconds"] for row in data["dropped"]) == pytest.approx(data["plan"]["added_seconds"])
-    assert "recomputed to fit the budget" in run("explain", "gpt", *SMALL, "--memory-budget", "60%").stdout
+    assert "recomputed for a lower peak" in run("explain", "gpt", *SMALL, "--memory-budget", "60%").stdout
     said = run("explain", "gpt", *SMALL, "--memory-budget", "60%", "--memory-budget", "min", code=1).stderr
     assert "roamc plan compares several" in said
 

@@ -43,7 +43,7 @@ def test_a_saved_plan_is_told_again(saved: Path, columns: int) -> None:
     assert f"as written in {saved}, made with roamc {plan.versions['roamc']} and torch" in joined
     assert explained.startswith(shown)
     assert "operators recomputed" in joined
-    for part in ("decisions", "recomputed to fit the budget", "layout"):
+    for part in ("decisions", "recomputed for a lower peak", "layout"):
         assert f"\n{part}\n" in explained
     decided = explained.partition("\ndecisions\n")[2].partition("\nrecomputed")[0]
     names = [step.name for step in PIPELINE if step.name in plan.decisions]

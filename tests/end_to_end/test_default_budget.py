@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 import roamc
 from roamc.budget import DEFAULT, NO_TIME
 from roamc.cli.zoo import make
+from roamc.errors import VerifyError
 from roamc.frontends.mesh import Mesh, on_mesh
-from roamc.frontends.workload import capture
+from roamc.frontends.workload import Workload, capture
+from roamc.graph import copied
 from roamc.options import parse_options
 from roamc.planning import search
+from roamc.planning.effort import EFFORT
 from roamc.planning.plan import Plan
 from tests.end_to_end.helpers import assert_same, gradients_of, noise, warnings_of_roamc
 
@@ -50,7 +54,7 @@ WAYS = pytest.mark.parametrize("plan_of", [plan_of_step, plan_of_module])
 def test_default_is_the_plan_of_one_percent(plan_of: Callable[[int, str | None], Plan]) -> None:
     default, asked, free = (plan_of(2048, budget) for budget in (None, DEFAULT, NO_TIME))
     assert (default.needed_bytes, default.added_seconds) == (asked.needed_bytes, asked.added_seconds)
-    assert (default.asked_for, free.asked_for) == (DEFAULT, "no budget")
+    assert (default.asked_for, free.asked_for) == (DEFAULT, NO_TIME)
     assert default.needed_bytes < free.needed_bytes
     assert default.adds_at_most(0.01)
     assert free.added_seconds == 0
@@ -59,21 +63,28 @@ def test_default_is_the_plan_of_one_percent(plan_of: Callable[[int, str | None],
 @WAYS
 def test_step_of_few_bytes_is_planned_for_no_added_time(plan_of: Callable[[int, str | None], Plan]) -> None:
     default, free = plan_of(64, None), plan_of(64, NO_TIME)
-    assert default.baseline_bytes < 8 << 20
+    assert default.baseline_bytes < EFFORT.default_from
     assert default.decisions == free.decisions
-    assert default.asked_for == free.asked_for == "no budget"
+    assert default.asked_for == free.asked_for == NO_TIME
 
 
-def test_share_of_no_time_is_no_budget_to_warn_about() -> None:
+@pytest.mark.parametrize(("budget", "warned"), [(None, 0), (NO_TIME, 0), (DEFAULT, 1)])
+def test_split_model_warns_of_a_budget_that_was_asked_for(budget: str | None, warned: int) -> None:
     def broken(x: Tensor) -> Tensor:
         h = torch.sin(x)
         torch._dynamo.graph_break()
         return torch.cos(h).sum()
 
-    compiled = torch.compile(broken, backend="roamc", options={"memory_budget": NO_TIME}, dynamic=False)
+    compiled = torch.compile(broken, backend="roamc", options={"memory_budget": budget}, dynamic=False)
     with warnings_of_roamc() as said:
         compiled(noise(2048, 1024).requires_grad_()).backward()
-    assert not said
+    assert sum("for each piece" in text for text in said) == warned
+
+
+def test_without_pass_retain_the_default_is_no_added_time() -> None:
+    plans = [roamc.plan(network(), noise(2048, WIDTH), memory_budget=one, disable="retain") for one in (None, NO_TIME)]
+    assert plans[0].decisions == plans[1].decisions
+    assert plans[0].asked_for == NO_TIME
 
 
 def test_default_has_the_bits_of_eager() -> None:
@@ -107,30 +118,50 @@ class Queue(nn.Module):
         self.register_buffer("mean", noise(256, seed=2))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = torch.sin(self.up(x) - self.mean * 2)
+        rows = torch.sin(self.up(torch.cos(x * 2)) - self.mean * 2)
         return (rows @ self.queue.clone().t()).logsumexp(1).mean()
 
 
-def test_buffer_that_eager_lets_the_caller_write_before_backward_may_be_written() -> None:
+def trained_with_writes(model: nn.Module, budget: str | None = "") -> dict[str, Tensor | None]:
+    """The gradients of two steps; queue, mean and batch are written before backward. Without roamc if budget is empty.
+
+    Raises:
+        RuntimeError: autograd says that something was written that backward reads.
+    """
+    if budget != "":
+        roamc.optimize(model, memory_budget=budget, profile="cpu", strict=True)
+    for _ in range(2):
+        x = noise(2048, WIDTH).requires_grad_()
+        loss = model(x)
+        with torch.no_grad():
+            model.queue.add_(1)
+            model.mean.mul_(3)
+            x.add_(1)
+        loss.backward()
+    return {**gradients_of(model), "x": x.grad}
+
+
+def test_caller_may_write_before_backward_what_eager_lets_it_write() -> None:
     torch.manual_seed(0)
     eager = Queue()
-    model = copy.deepcopy(eager)
-    roamc.optimize(model, profile="cpu", strict=True)
-    x = noise(2048, WIDTH)
-    for _ in range(2):
-        for one in (eager, model):
-            loss = one(x)
-            with torch.no_grad():
-                one.queue.add_(1)
-                one.mean.mul_(3)
-            loss.backward()
-    assert_same(gradients_of(model), gradients_of(eager))
+    model, asked = copy.deepcopy(eager), copy.deepcopy(eager)
+    assert_same(trained_with_writes(model, None), trained_with_writes(eager))
     plan = roamc.plans(model)[0]
     assert plan.decisions["retain"]["reruns"]
     assert plan.decisions["retain"]["allowed"] == "safe"
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trained_with_writes(asked, DEFAULT)
 
 
-def test_activations_that_sequence_parallelism_gathers_again_are_gathered_again_by_default() -> None:
+def test_plan_whose_reruns_read_what_the_caller_may_write_is_refused_as_a_default() -> None:
+    graph = capture(Workload("queue", Queue(), (noise(2048, WIDTH),)), forward_backward=True)
+    asked = search.run(copied(graph), parse_options({"memory_budget": DEFAULT, "profile": "cpu"})).plan
+    decisions = {**asked.decisions, "retain": {**asked.decisions["retain"], "allowed": "safe"}}
+    with pytest.raises(VerifyError, match="would read what the caller has written"):
+        search.run(graph, parse_options({"profile": "cpu"}), dataclasses.replace(asked, decisions=decisions))
+
+
+def test_sequence_parallelism_gathers_again_by_default() -> None:
     def planned(budget: str | None) -> Plan:
         mesh = Mesh(tp=2)
         options = parse_options({"memory_budget": budget, "profile": "a100", "shard": "sequence"})
@@ -139,6 +170,6 @@ def test_activations_that_sequence_parallelism_gathers_again_are_gathered_again_
             return search.run(capture(workload, device=torch.device("cuda")), options).plan
 
     default, free, asked = planned(None), planned(NO_TIME), planned(DEFAULT)
-    assert default.baseline_bytes > 8 << 20
+    assert default.baseline_bytes > EFFORT.default_from
     assert default.decisions == free.decisions
     assert len(asked.decisions["retain"]["once"]) > len(default.decisions["retain"]["once"]) == 0
