@@ -263,7 +263,7 @@ def test_a_plan_of_the_largest_size_fits_and_of_the_next_does_not(name: str, tot
 
 
 def test_a_layout_for_the_budget_decides_without_recomputation() -> None:
-    """Of 2223 rows a plan without a budget takes 20.005 MB, and one for 20 MB fits."""
+    """Of 2223 rows a plan of no added time takes 20.005 MB, and one for 20 MB fits."""
 
     def make(size: int) -> tuple[Any, ...]:
         model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 10))

@@ -431,9 +431,9 @@ def test_plan_for_a_share_of_time_says_under_which_budget_it_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("seed", "route"), [(2, "joint"), (4, "joint"), (7, "step")])
-def test_share_of_time_never_needs_more_than_no_budget(seed: int, route: str) -> None:
+def test_share_of_time_never_needs_more_than_no_added_time(seed: int, route: str) -> None:
     graph = graph_and_inputs(*small_model(seed), route)[0]
-    free, plan = (search.run(copied(graph), Options(memory_budget=one)).plan for one in (None, "+1%"))
+    free, plan = (search.run(copied(graph), Options(memory_budget=one)).plan for one in ("+0%", "+1%"))
     assert plan.needed_bytes <= free.needed_bytes
     if not plan.decisions["retain"]["reruns"] and not plan.decisions["retain"]["codes"]:
         assert plan.decisions == free.decisions or plan.needed_bytes < free.needed_bytes

@@ -118,7 +118,7 @@ def _geometry(tensor: Tensor) -> tuple[object, ...]:
 
 
 def judge(case: Case, seconds: int = 60) -> Verdict:
-    """One case without a budget and with the smallest, against aot_eager."""
+    """One case by default and with the smallest, against aot_eager."""
     step = "aot_eager"
     try:
         with time_limit(seconds), warnings.catch_warnings():

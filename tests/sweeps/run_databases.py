@@ -1,4 +1,4 @@
-"""``make sweep``: every entry and sample of torch's databases by roamc, without a budget and with the smallest.
+"""``make sweep``: every entry and sample of torch's databases by roamc, by default and with the smallest.
 
     python -m tests.sweeps.run_databases [--samples N] [--workers N] [--only REGEX] [--log FILE] [--resume]
 

@@ -1,11 +1,11 @@
-"""``make sweep``: random models by every route, without a budget and with 60 % of what eager holds.
+"""``make sweep``: random models by every route, by default and with 60 % of what eager holds.
 
     python -m tests.sweeps.run_models [--family NAME] [--first N] [--count N] [--workers N] [--log FILE] [--show N]
 
 Writes one JSON line per model, route and budget and prints those that are not bit for bit what torch gives.
 ``--family in-place`` takes modules that write to views in place instead of nested blocks. ``--first 17 --count 1`` is
 model 17 again, and ``--show 17`` prints it. Exits with 1 where the bits differ, an error is not one clear line, a
-fallback has no warning, or a plan without a budget is above eager's peak.
+fallback has no warning, or a plan by default is above eager's peak.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``make sweep``: measured peaks of small models by every route without a budget, beside eager's.
+"""``make sweep``: measured peaks of small models by every route by default, beside eager's.
 
     python -m tests.sweeps.run_peaks [--first N] [--count N] [--batch N] [--workers N] [--log FILE]
 

@@ -1,4 +1,4 @@
-"""``make sweep``: strangers' models by every way in, without a budget and with three.
+"""``make sweep``: strangers' models by every way in, by default and with three.
 
     python -m tests.sweeps.run_strangers [--only NAME ...] [--route NAME ...] [--budget BUDGET ...] [--workers N]
 
