@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from roamc import compat_dynamo, notices
+from roamc.budget import DEFAULT
 from roamc.errors import CaptureError, RoamcError
 from roamc.frontends.record import Record
 from roamc.options import Options
@@ -85,7 +86,7 @@ class Around:
             self._say(
                 "budget",
                 f"{self._record.name!r}, which roamc.optimize has compiled, is a part of a model that roamc compiles: "
-                f"one plan covers both, with memory_budget={outer.memory_budget!r} in the place of "
+                f"one plan covers both, with memory_budget={outer.memory_budget or DEFAULT!r} in the place of "
                 f"memory_budget={self._options.memory_budget!r}. Give the budget to the outer model, and leave "
                 "roamc.optimize of its part out",
             )

@@ -72,7 +72,7 @@ class Storage:
         device: the device that it is on, such as "cpu" or "cuda:0".
         gradient: whether it is the gradient of a parameter, which eager keeps until the optimizer has run.
         space: the memory that it lies in.
-        overwritten: whether the caller writes to it when forward has run, see :class:`roamc.graph.Port`.
+        overwritten: whether the caller may write to it when forward has run, see :class:`roamc.graph.Port`.
     """
 
     index: int
@@ -304,7 +304,8 @@ class _Builder:
         self.gradients = self.shared.of_all(by_name.get(name) for name in self.graph.gradients)
         fed = list(zip(placeholders(self.graph.graph), self.graph.inputs, strict=True))
         tangents = {node for node, port in fed if port.role is Role.TANGENT}
-        self.overwritten = self.shared.of_all(node for node, port in fed if port.overwritten)
+        returned = zip(output_values(self.graph.graph), self.graph.outputs, strict=True)
+        self.overwritten = self.shared.of_all(node for node, port in (*fed, *returned) if port.overwritten)
         for node in self.graph.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 for position, tensor, storage in placed(node):

@@ -67,8 +67,8 @@ class Port:
         name: the user's name for it where there is one (``"wte.weight"``), else the node's.
         role: what it is.
         phase: the part of the step that it enters in (inputs) or leaves in (outputs).
-        overwritten: of an input, whether the caller writes to it when forward has run, which no operator shows: what
-            backward reads of it is not what forward read.
+        overwritten: of an input or an output of forward, whether the caller may write to it when forward has run, which
+            no operator shows: what backward reads of it is not what forward read.
         memory: of an input, the caller's memory that it lies in with other inputs, and its bytes; None if it shares
             none, or only with inputs of the same storage in the graph. Programs do not depend on it.
     """

@@ -63,9 +63,9 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
     walk = walk_of(numbers, graph.encodings, graph.reuse, graph.same_plan)
     fed = list(zip(placeholders(graph.graph), graph.inputs, strict=True))
     callers = {node: port.name for node, port in fed}
-    overwritten = [node for node, port in fed if port.overwritten]
     handed_in = [node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
     returned = list(zip(output_values(graph.graph), graph.outputs, strict=True))
+    overwritten = [node for node, port in (*fed, *returned) if port.overwritten and node is not None]
     finals: dict[str, Number] = {}
     crossed, updates = not graph.boundary, update_judge.Recorder(graph)
     for node in graph.graph.nodes:
@@ -76,7 +76,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
                 crossed = True
                 early = [(value, port) for value, port in returned if port.phase is Phase.FORWARD]
                 finals |= walk.results(early, "forward")
-                walk.hand_over(handed_in, overwritten)
+                walk.hand_over((*handed_in, *overwritten), overwritten)
             try:
                 odd = walk.call(node)
             except RuntimeError as error:  # an operator on fake tensors, such as one that makes a view
@@ -118,7 +118,8 @@ def check(
         fast: whether products may come from a library or run with a collective, and groups run as a kernel, that sum in
             another order, and dropouts may have other masks.
         handed_over: whether to compare outputs of forward only where the caller gets them, and not again at the end of
-            the step: by then the caller may have written to tensors that they are views of.
+            the step: by then the caller may have written to tensors that they are views of. Those that the graph marks
+            as overwritten are never compared again.
 
     Returns:
         The values of ``graph``.
@@ -133,8 +134,9 @@ def check(
     flow = read(graph, before.numbers, after)
     _check_kinds(graph, flow, after)
     _check_kept(graph, before, flow, after)
-    early = enumerate(graph.outputs) if handed_over and graph.boundary else ()
-    compare(flow, before, after, {output_name(at, port, "step") for at, port in early if port.phase is Phase.FORWARD})
+    early = [(at, port) for at, port in enumerate(graph.outputs) if graph.boundary and port.phase is Phase.FORWARD]
+    besides = {output_name(at, port, "step") for at, port in early if handed_over or port.overwritten}
+    compare(flow, before, after, besides)
     check_again(graph, flow.again - before.again, after)
     return replace(flow, updates=update_judge.check(flow.updates, before.updates, after))
 

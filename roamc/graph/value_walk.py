@@ -166,13 +166,14 @@ class Walk:
         """End forward: tensors of the caller that are written before backward begins get unknown values.
 
         Args:
-            nodes: inputs and constants of the graph. What this graph has written, another forward may write too.
-            overwritten: inputs that the caller writes when forward has run.
+            nodes: what the caller has: inputs and constants of the graph, and outputs among ``overwritten``. What this
+                graph has written, another forward may write too.
+            overwritten: those of them that the caller may write when forward has run.
         """
         late = {self._memory(place) for node in overwritten for place in self.numbers.places(node)}
         changed = late | self._written
-        for place in (place for node in nodes for place in self.numbers.places(node)):
-            if (memory := self._memory(place)) in changed:
+        for memory in dict.fromkeys(self._memory(place) for node in nodes for place in self.numbers.places(node)):
+            if memory in changed:
                 kind = "overwritten" if memory in late else "handed"
                 self._content[memory] = self.numbers.of(kind, self._content[memory])
 

@@ -7,7 +7,7 @@ import functools
 import os
 
 from roamc import notices
-from roamc.budget import LIGHT, Budget
+from roamc.budget import LIGHT, NO_TIME, Budget
 from roamc.errors import BudgetError, PlanError
 from roamc.graph import TrainGraph, main_device
 from roamc.options import Options
@@ -82,7 +82,7 @@ def _not_kept(plan: Plan, terms: Terms, asked: Budget | None) -> str:
     The lowest peak takes a search: a plan has it if it was made for it.
     """
     if terms.limit is None:
-        return ""
+        return f"adds {added(plan)}, above memory_budget={asked!r}" if asked == NO_TIME and plan.added_seconds else ""
     if terms.limit:
         taken = terms.taken(plan)
         lost = ", with what the allocator loses by rounding" if taken > plan.needed_bytes else ""

@@ -156,7 +156,7 @@ class PlanSearch:
         options = _checked(options)
         maker, self._start = _prepared(self._watch, graph, options, None, mark or fingerprint(graph), deep)
         self._maker = dataclasses.replace(maker, effort=effort)
-        self.options, self.terms, self._allowed = self._maker.options, self._maker.terms, self._maker.terms.allowed
+        self.options, self._allowed = self._maker.options, self._maker.terms.allowed
         self.plans, self._many = list[Plan](), many
         self._ordered: dict[tuple[bool, str], State] = {}
         self._firsts: dict[Terms, Planned] = {}
@@ -166,8 +166,10 @@ class PlanSearch:
         self._gathers: dict[str, tuple[tuple[str, str], ...]] = {}
         if options.memory_budget is None and self._is_worth_default:
             allowed = retain.SAFE if self._start.graph.boundary else "all"
-            self.terms = dataclasses.replace(self.terms_of(DEFAULT), allowed=allowed)
-            self._maker = self._maker.under(self.terms)
+            self._maker = self._maker.under(dataclasses.replace(self.terms_of(DEFAULT), allowed=allowed))
+        elif self._maker.terms.added_share and not self.has_reruns:
+            self._maker = self._maker.under(Terms(None, self._allowed))
+        self.terms = self._maker.terms
 
     @property
     def _is_worth_default(self) -> bool:

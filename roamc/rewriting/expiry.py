@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from roamc.graph import Phase, Port, Role, TrainGraph, input_gradients, placeholders, tensors_of
+from roamc.graph import Phase, Port, Role, TrainGraph, input_gradients, output_values, placeholders, tensors_of
 from roamc.graph.memory import MemoryModel, Operator, Place, Storage, build_memory
 from roamc.rewriting.rerun_variants import makes_again, may_run_again, must_stay, reads_again
 
@@ -42,23 +42,29 @@ def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]
 
 
 def guarded(graph: TrainGraph) -> TrainGraph:
-    """Return ``graph`` with inputs marked as overwritten that eager's autograd lets the caller write after forward.
+    """Return ``graph`` with what eager's autograd lets the caller write after forward marked as overwritten.
 
-    These are the inputs that no operator of backward reads, such as a queue of keys of which forward took a copy. A
-    parameter with a gradient is none of them: rows are normed again with its bias, which hardly anybody writes between
-    forward and backward. A graph without a boundary has no such input: nothing of the caller's runs within it.
+    That is what no operator of backward reads of inputs and of results of forward, such as a queue of keys of which
+    forward took a copy, or a result that the caller halves in place. Trained parameters of one dimension are left out:
+    rows are normed again with their bias, which hardly anybody writes between forward and backward. A graph without a
+    boundary stays as it is: nothing of the caller's runs within it.
     """
     if not graph.boundary:
         return graph
     memory, trained = build_memory(graph), {node for node, _ in input_gradients(graph)}
     late = (operator for operator in memory.operators if operator.phase is not Phase.FORWARD)
     read = {storage for operator in late for storage in operator.reads}
-    ports = list[Port]()
-    for node, port in zip(placeholders(graph.graph), graph.inputs, strict=True):
-        ours = port.role is Role.TANGENT or (port.role is Role.PARAMETER and node in trained)
+
+    def marked(node: fx.Node | None, port: Port) -> Port:
+        if node is None or port.role in (Role.TANGENT, Role.GRADIENT):
+            return port
+        flat = port.role is Role.PARAMETER and node in trained and node.meta["val"].dim() <= 1
         unread = read.isdisjoint(memory.owner[node.name, position] for position, _ in tensors_of(node))
-        ports.append(dataclasses.replace(port, overwritten=port.overwritten or (unread and not ours)))
-    return graph.replace(inputs=tuple(ports))
+        return dataclasses.replace(port, overwritten=port.overwritten or (unread and not flat))
+
+    inputs = map(marked, placeholders(graph.graph), graph.inputs)
+    outputs = map(marked, output_values(graph.graph), graph.outputs)
+    return graph.replace(inputs=tuple(inputs), outputs=tuple(outputs))
 
 
 def expiries(
@@ -72,8 +78,8 @@ def expiries(
         names: names of all operators of ``memory``; "" stands for a step that is no operator of the graph.
         sequence: a permutation of the indices of ``names``: the order in which they run.
         boundary: whether forward and backward run apart. If so, an operator of forward that reads an input which the
-            graph writes, or the caller when forward has run, must not run again in backward: after the boundary, the
-            caller or another forward has written the input.
+            graph writes, or what the caller may write when forward has run, must not run again in backward: after the
+            boundary, the caller or another forward has written it.
 
     Returns:
         One step for each of ``names``, in steps of ``sequence``: a rerun is allowed in front of any earlier step.
@@ -84,8 +90,8 @@ def expiries(
     for op in memory.operators:
         for storage in op.writes:
             writes.setdefault(storage, []).append(steps[op.node.name])
-    inputs = [storage for storage in memory.storages if storage.place is Place.INPUT] if boundary else []
-    handed = {storage.index for storage in inputs if storage.overwritten or storage.index in writes}
+    handed = {s.index for s in memory.storages if s.overwritten or (s.place is Place.INPUT and s.index in writes)}
+    handed = handed if boundary else set()
     limits = []
     for name in names:
         read = reads_again(memory, nodes[name]) if name and (writes or handed) else ()
