@@ -305,7 +305,7 @@ def test_bytes_of_a_llama_of_350_million_weights(share: int) -> None:
 
 
 BYTES = {1 / 2: (117.3e6, 82e6), 1 / 4: (102.3e6, 76e6), 1 / 8: (94.8e6, 73e6)}
-"""Rank to the most that peak and fixed bytes may take together, without a budget and under "light"."""
+"""Rank to the most that peak and fixed bytes may take together, with "+0%" and under "light"."""
 
 
 def small_plan(rank: float | None, **options: Any) -> Plan:
@@ -320,7 +320,7 @@ def small_plan(rank: float | None, **options: Any) -> Plan:
 @pytest.mark.parametrize("rank", BYTES)
 def test_peak_and_states_of_a_small_llama(rank: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """And where inputs run again for less than products wait, an offer of these changes no plan."""
-    for limit, options in zip(BYTES[rank], ({}, {"memory_budget": "light"}), strict=True):
+    for limit, options in zip(BYTES[rank], ({"memory_budget": "+0%"}, {"memory_budget": "light"}), strict=True):
         plan = small_plan(rank, **options)
         assert plan.peak_bytes + sum(plan.fixed_bytes.values()) <= limit, options
         assert plan.peak_bytes <= small_plan(None, **options).peak_bytes, options

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from roamc.budget import NO_TIME, Budget
 from roamc.cost import flops
 from roamc.graph import operators
 from roamc.graph.memory import build_memory
@@ -33,7 +34,7 @@ SCORES = 2 * BATCH * LENGTH**2 * WIDTH
 
 
 @functools.cache
-def planned(layers: int, budget: Bytes | None, *, pinned: bool) -> Planned:
+def planned(layers: int, budget: Budget, *, pinned: bool) -> Planned:
     with torch.device("meta"):
         model = nn.Sequential(*(GPTBlock(WIDTH, HEADS, fused=False, pinned=pinned) for _ in range(layers)))
         x = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16)
@@ -46,7 +47,7 @@ def matching_budget(layers: int) -> Bytes:
 
     The peak is where backward is in the last layer, whose core is there whether it ran again or not.
     """
-    return planned(layers, None, pinned=True).plan.needed_bytes - (layers - 1) * (CORE - 34 * UNIT // 100)
+    return planned(layers, NO_TIME, pinned=True).plan.needed_bytes - (layers - 1) * (CORE - 34 * UNIT // 100)
 
 
 def saved(planned_graph: Planned) -> Bytes:
@@ -54,7 +55,7 @@ def saved(planned_graph: Planned) -> Bytes:
 
 
 def test_layer_saves_what_the_paper_says() -> None:
-    eager = [saved(planned(layers, None, pinned=True)) for layers in (3, 4)]
+    eager = [saved(planned(layers, NO_TIME, pinned=True)) for layers in (3, 4)]
     assert eager[1] - eager[0] == pytest.approx(34 * UNIT + CORE, rel=0.001)
 
 
