@@ -369,7 +369,8 @@ class Pair:
         names = _storage_names(memory)
         self.first_saved = sum(port.phase.name == "FORWARD" for port in graph.outputs)
         self.hooked = False
-        budgeted = main_device(graph).type == "cpu" and planned.plan.budget_bytes is not None
+        limited = planned.plan.budget_bytes is not None and not planned.plan.budget_added
+        budgeted = limited and main_device(graph).type == "cpu"
         self.threads = planned.plan.threads if budgeted else 0
         self.in_arena = [i for i, node in enumerate(saved) if names.get(node.name) in placed]
         self.extents = [extent_of(saved[index].meta["val"]) for index in self.in_arena]

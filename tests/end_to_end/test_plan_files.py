@@ -87,6 +87,7 @@ def test_another_graph_is_planned_anew_with_a_warning_and_refused_if_strict(way,
         ("min", r"was made for [0-9.]+ MB, which may need more than memory_budget='min' takes"),
         ("light", r"was made for [0-9.]+ MB, which may need more than memory_budget='light' takes"),
         ("+1%", r"adds [0-9.]+% of the step's time, above memory_budget='\+1%'"),
+        ("+0%", r"adds [0-9.]+% of the step's time, above memory_budget='\+0%'"),
         ("60%", r"needs [0-9.]+ MB \([0-9]+ bytes\), above memory_budget='60%', [0-9]+ bytes here"),
     ],
 )
