@@ -54,6 +54,8 @@ def guarded(graph: TrainGraph) -> TrainGraph:
     memory, trained = build_memory(graph), {node for node, _ in input_gradients(graph)}
     late = (operator for operator in memory.operators if operator.phase is not Phase.FORWARD)
     read = {storage for operator in late for storage in operator.reads}
+    # An input that the graph itself writes is out of reach already, see :func:`expiries`.
+    read |= {at for each in memory.operators for at in each.writes if memory.storages[at].place is Place.INPUT}
 
     def marked(node: fx.Node | None, port: Port) -> Port:
         if node is None or port.role in (Role.TANGENT, Role.GRADIENT):

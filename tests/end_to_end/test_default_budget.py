@@ -157,6 +157,20 @@ def test_caller_may_write_before_backward_what_eager_lets_it_write() -> None:
         trained_with_writes(asked, DEFAULT)
 
 
+def test_buffers_that_forward_writes_are_no_fault_of_a_default() -> None:
+    torch.manual_seed(0)
+    parts = (nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.BatchNorm2d(32), nn.GELU())
+    eager = nn.Sequential(*parts)
+    model = copy.deepcopy(eager)
+    roamc.optimize(model, profile="cpu", strict=True)
+    for one in (eager, model):
+        for _ in range(2):
+            one(noise(16, 3, 32, 32)).square().mean().backward()
+    assert_same(gradients_of(model), gradients_of(eager))
+    assert_same([*model.buffers()], [*eager.buffers()])
+    assert roamc.plans(model)[0].asked_for == DEFAULT
+
+
 def test_plan_whose_reruns_read_what_the_caller_may_write_is_refused_as_a_default() -> None:
     graph = capture(Workload("queue", Queue(), (noise(2048, WIDTH),)), forward_backward=True)
     asked = search.run(copied(graph), parse_options({"memory_budget": DEFAULT, "profile": "cpu"})).plan
