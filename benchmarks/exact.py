@@ -27,7 +27,7 @@ from benchmarks.models import WORKLOADS, make
 from roamc.budget import NO_TIME
 
 ROUTES = ("compile", "optimize", "train_step")
-BUDGETS = {"none": NO_TIME, "default": None, "70%": "70%", "40%": "40%", "light": "light", "min": "min"}
+BUDGETS = (NO_TIME, None, "70%", "40%", "light", "min")
 DTYPES = ("float32", "bfloat16")
 THREADS = ("1", "2")
 STEPS = 3
@@ -38,8 +38,9 @@ def worker(name: str, dtype: str, threads: str, route: str) -> list[dict[str, An
     torch.set_num_threads(int(threads))
     expected, _ = _stepped(name, dtype, route, {"disable": "fuse", "memory_budget": NO_TIME})
     rows = []
-    for called, budget in BUDGETS.items():
-        row: dict[str, Any] = {"model": name, "dtype": dtype, "kind": f"{route} {called}", "threads": int(threads)}
+    for budget in BUDGETS:
+        kind = f"{route} {budget or 'default'}"
+        row: dict[str, Any] = {"model": name, "dtype": dtype, "kind": kind, "threads": int(threads)}
         try:
             values, counts = _stepped(name, dtype, route, {"memory_budget": budget})
             row |= counts | {"equal": len(expected) == len(values) and all(map(torch.equal, expected, values))}

@@ -63,7 +63,7 @@ def lost_budget(options: Options, scope: str = "for this graph") -> str:
     ``scope`` says for what it is not kept, in words.
     """
     budget = options.memory_budget
-    return "" if not asks_for_fewer_bytes(budget) else f"; memory_budget={budget!r} IS NOT KEPT {scope}"
+    return f"; memory_budget={budget!r} IS NOT KEPT {scope}" if asks_for_fewer_bytes(budget) else ""
 
 
 def warn_of_failure(about: object, name: str, options: Options, error: Exception) -> None:

@@ -76,7 +76,7 @@ def read(graph: TrainGraph, numbers: Numbers, after: str = "capture", walk_of: t
                 crossed = True
                 early = [(value, port) for value, port in returned if port.phase is Phase.FORWARD]
                 finals |= walk.results(early, "forward")
-                walk.hand_over((*handed_in, *overwritten), overwritten)
+                walk.hand_over(handed_in, overwritten)
             try:
                 odd = walk.call(node)
             except RuntimeError as error:  # an operator on fake tensors, such as one that makes a view

@@ -162,17 +162,17 @@ class Walk:
             if node is not None
         }
 
-    def hand_over(self, nodes: Iterable[fx.Node], overwritten: Iterable[fx.Node]) -> None:
+    def hand_over(self, nodes: Iterable[fx.Node], overwritten: Sequence[fx.Node]) -> None:
         """End forward: tensors of the caller that are written before backward begins get unknown values.
 
         Args:
-            nodes: what the caller has: inputs and constants of the graph, and outputs among ``overwritten``. What this
-                graph has written, another forward may write too.
-            overwritten: those of them that the caller may write when forward has run.
+            nodes: inputs and constants of the graph. What this graph has written, another forward may write too.
+            overwritten: inputs and outputs of forward that the caller may write when forward has run.
         """
         late = {self._memory(place) for node in overwritten for place in self.numbers.places(node)}
         changed = late | self._written
-        for memory in dict.fromkeys(self._memory(place) for node in nodes for place in self.numbers.places(node)):
+        of_caller = (place for node in (*nodes, *overwritten) for place in self.numbers.places(node))
+        for memory in dict.fromkeys(map(self._memory, of_caller)):
             if memory in changed:
                 kind = "overwritten" if memory in late else "handed"
                 self._content[memory] = self.numbers.of(kind, self._content[memory])

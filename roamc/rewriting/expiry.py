@@ -92,8 +92,8 @@ def expiries(
     for op in memory.operators:
         for storage in op.writes:
             writes.setdefault(storage, []).append(steps[op.node.name])
-    handed = {s.index for s in memory.storages if s.overwritten or (s.place is Place.INPUT and s.index in writes)}
-    handed = handed if boundary else set()
+    of_caller = memory.storages if boundary else ()
+    handed = {s.index for s in of_caller if s.overwritten or (s.place is Place.INPUT and s.index in writes)}
     limits = []
     for name in names:
         read = reads_again(memory, nodes[name]) if name and (writes or handed) else ()

@@ -71,7 +71,7 @@ def test_blocks_save_what_exact_recomputation_leaves(name: str) -> None:
 
 def test_a_hundredth_of_the_time_leaves_little_more() -> None:
     planned = [blocks_planned("gpt, fused attention", layers, "+1%") for layers in (2, 3)]
-    assert saved_a_layer(planned) <= 22.1
+    assert saved_a_layer(planned) <= 21.6
 
 
 @pytest.mark.parametrize("route", ["step", "joint"])
