@@ -345,13 +345,17 @@ class PlanSearch:
     def _attempts(
         self, terms: Terms, choice: retain.Choice, *, first: bool = False, enough: Seconds = 0.0
     ) -> Callable[[Bytes], Attempt]:
-        """Return a function that asks ``choice`` for a number of live bytes, whatever it was asked before."""
-        choice.search.forget()
+        """Return a function that asks ``choice`` for a number of live bytes, whatever it was asked before.
+
+        Where some seconds are ``enough``, a question begins with the answers to those before: what keeps to them for
+        one peak is often some drops away from what does for another.
+        """
+        choice.search.forget(solutions=enough > 0)
 
         def attempt(target: Bytes) -> Attempt:
             ticker.say(f"{retain.NAME}: what runs again for a peak of {format_bytes(target)}")
             with self._watch.of(retain.NAME):
-                solution = choice.search.solve(target, first=first, enough=enough)
+                solution = choice.search.solve(target, together=enough > 0, first=first, enough=enough)
             make = functools.partial(self._made, choice, solution, target, terms)
             return Attempt(solution.peak_bytes, solution.peak_bytes > target, make, solution.seconds, terms)
 

@@ -96,14 +96,16 @@ class Choice:
         best = min(answers, key=lambda one: one.rank(budget))
         return best if self._first is None else _bounded(best, budget, self.bounds.seconds(budget))
 
-    def forget(self) -> None:
+    def forget(self, *, solutions: bool = False) -> None:
         """Forget which offers won last, so that the next call tries all sets even if its budget is nearly the same.
 
-        Solutions that were found with `together` stay.
+        solutions: whether to forget those that were found with `together` as well.
         """
         self._won = 0, ()
+        if solutions:
+            self._known = {}
         if self._first is not None:
-            self._first.forget()
+            self._first.forget(solutions=solutions)
 
     def lowest(self, *, together: bool = False) -> tuple[RetainSolution, ...]:
         """Search for the lowest peak of live bytes, then for fewer seconds at that peak.

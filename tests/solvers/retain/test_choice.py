@@ -109,6 +109,22 @@ def test_offers_behind_the_first_cost_no_seconds(problem: RetainProblem, share: 
 
 
 @PROPERTY
+@given(problems(10), st.lists(st.floats(0.3, 1), min_size=1, max_size=3), st.integers(0, 2**32))
+def test_answers_to_other_budgets_help_until_they_are_forgotten(
+    problem: RetainProblem, shares: list[float], seed: int
+) -> None:
+    whole = offered(problem, random.Random(seed))
+    peak, choice = peak_bytes(whole.order, whole.sequence), Choice(whole)
+    answers = [choice.solve(int(share * peak), together=True) for share in shares]
+    lowest = min(answers, key=lambda answer: answer.peak_bytes)
+    repeated = choice.solve(lowest.peak_bytes, together=True)
+    assert repeated.rank(lowest.peak_bytes) <= lowest.rank(lowest.peak_bytes)
+    choice.forget(solutions=True)
+    again, anew = (one.solve(int(shares[0] * peak), together=True) for one in (choice, Choice(whole)))
+    assert (again.reruns, again.taken) == (anew.reruns, anew.taken)
+
+
+@PROPERTY
 @given(problems(10), st.floats(0.3, 1), st.floats(0.5, 3), st.integers(0, 2**32))
 def test_a_search_ends_with_what_is_enough(problem: RetainProblem, share: float, times: float, seed: int) -> None:
     whole = offered(problem, random.Random(seed))
