@@ -36,8 +36,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """
     if decision.allowed not in ALLOWED:
         raise PlanError(f"{decision.allowed!r} is none of {', '.join(ALLOWED)}")
-    if decision.allowed == SAFE:
-        graph = guarded(graph)  # the runner then refuses what reads these again
+    graph = guarded(graph, inputs=decision.allowed == SAFE)  # the runner then refuses what reads these again
     if decision.once:
         graph = gathered_once(graph, decision.once)
     if decision.codes:

@@ -83,7 +83,7 @@ class Choice:
             allowed: one of :data:`roamc.passes.retain.problem.ALLOWED`.
         """
         self.once = once(graph, allowed)
-        graph = guarded(graph) if allowed == SAFE else graph
+        graph = guarded(graph, inputs=allowed == SAFE)
         self.graph = gathered_once(copied(graph), self.once) if self.once else graph
         self.options, self.prices, self.allowed, self._profile = options, prices, allowed, profile
         order = [name for name in order if name not in dict(self.once)]

@@ -176,8 +176,8 @@ def build_memory(graph: TrainGraph) -> MemoryModel:
     """Return the storages, operators and order constraints of ``graph``.
 
     The FX graph caches its last model. A call returns that model again, as long as no node was added, moved, renamed or
-    given another target, argument or value, and ``inputs``, ``phase``, ``gradients``, ``waits`` and ``reuse`` of
-    ``graph`` are the same objects.
+    given another target, argument or value, and ``inputs``, ``outputs``, ``phase``, ``gradients``, ``waits`` and
+    ``reuse`` of ``graph`` are the same objects.
 
     Raises:
         VerifyError: an entry of ``graph.reuse`` does not join two single tensors, or a value has no storage id.
@@ -216,7 +216,7 @@ class _Known(NamedTuple):
 
 def _state(graph: TrainGraph) -> list[object]:
     """Every object that :class:`_Builder` reads. To compare identities is enough: a change replaces the object."""
-    state: list[object] = [graph.inputs, graph.phase, graph.gradients, graph.waits, graph.reuse]
+    state: list[object] = [graph.inputs, graph.outputs, graph.phase, graph.gradients, graph.waits, graph.reuse]
     for node in graph.graph.nodes:
         state += (node, node.name, node.target, node.args, node.kwargs, node.meta.get("val"), node.meta.get(STORAGES))
     return state

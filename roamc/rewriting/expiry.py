@@ -41,13 +41,17 @@ def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]
     return makes_again(memory, operator) if may else set()
 
 
-def guarded(graph: TrainGraph) -> TrainGraph:
+def guarded(graph: TrainGraph, *, inputs: bool) -> TrainGraph:
     """Return ``graph`` with what eager's autograd lets the caller write after forward marked as overwritten.
 
-    That is what no operator of backward reads of inputs and of results of forward, such as a queue of keys of which
-    forward took a copy, or a result that the caller halves in place. Trained parameters of one dimension are left out:
+    That is what no operator of backward reads of results of forward, such as one that the caller halves in place, and
+    of inputs, such as a queue of keys of which forward took a copy. Trained parameters of one dimension are left out:
     rows are normed again with their bias, which hardly anybody writes between forward and backward. A graph without a
     boundary stays as it is: nothing of the caller's runs within it.
+
+    Args:
+        graph: the graph in front of pass retain; stays as it is.
+        inputs: whether inputs are guarded as well as results.
     """
     if not graph.boundary:
         return graph
@@ -64,9 +68,9 @@ def guarded(graph: TrainGraph) -> TrainGraph:
         unread = read.isdisjoint(memory.owner[node.name, position] for position, _ in tensors_of(node))
         return dataclasses.replace(port, overwritten=port.overwritten or (unread and not flat))
 
-    inputs = map(marked, placeholders(graph.graph), graph.inputs)
-    outputs = map(marked, output_values(graph.graph), graph.outputs)
-    return graph.replace(inputs=tuple(inputs), outputs=tuple(outputs))
+    arguments = map(marked, placeholders(graph.graph), graph.inputs) if inputs else graph.inputs
+    results = map(marked, output_values(graph.graph), graph.outputs)
+    return graph.replace(inputs=tuple(arguments), outputs=tuple(results))
 
 
 def expiries(

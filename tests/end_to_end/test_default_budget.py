@@ -124,8 +124,8 @@ class Queue(nn.Module):
         return (rows @ self.queue.clone().t()).logsumexp(1).mean(), h
 
 
-def trained_with_writes(model: nn.Module) -> dict[str, Tensor | None]:
-    """The gradients of two steps; all is written before backward that eager lets one write.
+def trained_with_writes(model: nn.Module, *, inputs: bool = True) -> dict[str, Tensor | None]:
+    """The gradients of two steps; results, and all ``inputs`` that eager lets one write, are written before backward.
 
     Raises:
         RuntimeError: autograd says that something was written that backward reads.
@@ -134,11 +134,12 @@ def trained_with_writes(model: nn.Module) -> dict[str, Tensor | None]:
         x = noise(2048, WIDTH).requires_grad_()
         loss, h = model(x)
         h.detach().numpy()[:] += 1  # of which no version counter hears
-        with torch.no_grad():
-            model.queue.add_(1)
-            model.mean.mul_(3)
-            model.table.weight[0].zero_()
-            x.add_(1)
+        if inputs:
+            with torch.no_grad():
+                model.queue.add_(1)
+                model.mean.mul_(3)
+                model.table.weight[0].zero_()
+                x.add_(1)
         loss.backward()
     return {**gradients_of(model), "x": x.grad}
 
@@ -155,6 +156,16 @@ def test_caller_may_write_before_backward_what_eager_lets_it_write() -> None:
     assert plan.decisions["retain"]["allowed"] == "safe"
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         trained_with_writes(asked)
+
+
+@pytest.mark.parametrize("budget", [DEFAULT, "light", "min"])
+def test_caller_may_write_results_before_backward_under_any_budget(budget: str) -> None:
+    torch.manual_seed(0)
+    eager = Queue()
+    model = copy.deepcopy(eager)
+    roamc.optimize(model, memory_budget=budget, profile="cpu", strict=True)
+    assert_same(trained_with_writes(model, inputs=False), trained_with_writes(eager, inputs=False))
+    assert roamc.plans(model)[0].decisions["retain"]["reruns"]
 
 
 def test_buffers_that_forward_writes_are_no_fault_of_a_default() -> None:

@@ -279,8 +279,8 @@ def test_gradients_and_phases_of_a_captured_step() -> None:
     assert sum(s.gradient for s in memory.counted) == 2
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "lstm", "t5"])
-def test_kept_models_are_those_of_the_graph_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "route"), [("nanogpt", "step"), ("lstm", "step"), ("t5", "step"), ("t5", "joint")])
+def test_kept_models_are_those_of_the_graph_as_it_is(name: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the road asks, passes under a budget included, against a model that is read off anew each time."""
     again = 0
 
@@ -297,6 +297,6 @@ def test_kept_models_are_those_of_the_graph_as_it_is(name: str, monkeypatch: pyt
         return state_of_graph
 
     monkeypatch.setattr("roamc.graph.memory._state", state)
-    graph, _ = model_graph(name, "step")
+    graph, _ = model_graph(name, route)
     search.run(graph, Options(memory_budget="85%"))
     assert again
