@@ -204,7 +204,7 @@ class _Run:
             self.complete = affordable(search, self.limit, True)
             if self.complete:
                 self.exact()
-            else:
+            elif not self.is_hopeless(start):
                 self.explore(plain)
         answer = self.answer()
         if start is not None and start.rank(self.budget) < answer.rank(self.budget):
@@ -325,6 +325,14 @@ class _Run:
             return False
         self.improve(self.search.work + part)
         return self.best.score.seconds > self.rival
+
+    def is_hopeless(self, start: RetainSolution | None) -> bool:
+        """Return whether a large search that begins with a solution ends here: what that gives adds too much.
+
+        Ways that begin without one take seconds then, and seldom get further.
+        """
+        large = self.limit - self.began > self.ground.effort.large_work
+        return large and self.enough > 0 and start is not None and not above(self.best, self.budget) and self.loses()
 
     def anneal(self) -> None:
         """Anneal the best state in rounds, while that helps; the further its seconds are above the bound, the longer.
