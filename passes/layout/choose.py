@@ -19,6 +19,7 @@ from roamc.errors import VerifyError
 from roamc.graph.memory import Int64s
 from roamc.options import Options
 from roamc.passes.layout import trims
+from roamc.passes.layout.effort import Effort
 from roamc.passes.layout.placement import (
     Placement,
     Table,
@@ -66,8 +67,8 @@ class Laid:
 def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Options, *, shrinks: bool) -> Laid:
     """Lay out several placements, with and without trims, and return the best by :data:`Rank`.
 
-    A placement is laid out only if the lower bound on its rank is below the best rank so far. Where no layout keeps the
-    budget, the result is the one that needs the fewest bytes.
+    A placement is laid out only if the lower bound on its rank is below the best rank so far, of whose arena a little
+    fragmentation does not count. Where no layout keeps the budget, the result is the one that needs the fewest bytes.
 
     Args:
         table: the graph's storages.
@@ -106,7 +107,7 @@ def _least(
     least = {one: _least_rank(table, one, eager_bytes, limit, estimate[one], shrinks=shrinks) for one in others}
     ranked: list[tuple[Rank, Laid]] = []
     for placement in (first, *sorted(others, key=lambda one: least[one])):
-        if ranked and min(rank for rank, _ in ranked) <= least[placement]:
+        if ranked and _without_padding(*min(ranked, key=lambda item: item[0]), effort) <= least[placement]:
             break
         for laid in lay.out(placement, shrinks=shrinks):
             highest = laid.peak_bytes if highest is None else highest
@@ -116,6 +117,14 @@ def _least(
             over = excess(table, placement.with_allocator, int(laid.solution.arena_bytes)) if fits else 0
             ranked.append(((not fits, above, over, higher, laid.cost if fits else laid.needed_bytes), laid))
     return min(ranked, key=lambda item: item[0])[1]
+
+
+def _without_padding(rank: Rank, laid: Laid, effort: Effort) -> Rank:
+    """The rank of a layout that keeps the budget, without what its arena is above its bound where that is little."""
+    unfit, above, over, higher, nbytes = rank
+    gap = int(laid.solution.arena_bytes - laid.solution.bound_bytes)
+    little = not unfit and gap <= laid.solution.arena_bytes // effort.padding_share
+    return (unfit, above, over, higher, nbytes - gap) if little else rank
 
 
 def _estimated(table: Table, ranked: Sequence[Placement], *, shrinks: bool) -> Iterator[tuple[Bytes, Placement]]:

@@ -9,7 +9,8 @@ becomes part of the decision of pass reorder:
                    ^                                                     |
                    |_____________________________________________________|
 
-Nothing is done where the layout does not fall short, or where the user names an order or leaves reorder out.
+Nothing is done where the layout does not fall short, where it does by no more than padding and keeps the budget, or
+where the user names an order or leaves reorder out.
 """
 
 from __future__ import annotations
@@ -51,9 +52,16 @@ def first_look(options: Options, effort: Effort = EFFORT) -> Options:
     return dataclasses.replace(options, layout_nodes=min(options.layout_nodes, effort.first_nodes))
 
 
-def falls_short(placed: layout.Decision) -> bool:
-    """Whether the arena of a layout is larger than the most live bytes in it at one step."""
-    return placed.arena_bytes > placed.live_bytes
+def falls_short(placed: layout.Decision, share: float = 0.0) -> bool:
+    """Whether the arena of a layout is larger, by more than this share, than the most live bytes in it at one step."""
+    return placed.arena_bytes > placed.live_bytes * (1 + share)
+
+
+def is_worth_another(placed: layout.Decision, options: Options, effort: Effort = EFFORT) -> bool:
+    """Whether other orders should be laid out: the layout falls short by more than padding, or of a budget."""
+    limit = options.limit_bytes
+    above = limit is not None and placed.needed_bytes > limit
+    return falls_short(placed, 0.0 if above else effort.padding_share)
 
 
 @dataclass(frozen=True)

@@ -218,14 +218,15 @@ class PlanMaker:
         """
         return self.place(self.order(start, kept), step_seconds)
 
-    def order(self, start: State, kept: retain.Decision | None) -> State:
+    def order(self, start: State, kept: retain.Decision | None, ordered: reorder.Decision | None = None) -> State:
         """Run the passes behind ``start``, up to the order of the operators, and return the state behind them.
 
-        Arguments and errors are those of :meth:`make`; the graph of ``start`` may be changed in place.
+        Arguments and errors are those of :meth:`make`; the graph of ``start`` may be changed in place. ``ordered`` is
+        the decision of pass reorder; None if it is to decide, or the plan of :attr:`runner`.
         """
         passes = pipeline.until(pipeline.ORDER, pipeline.PIPELINE)
         shared = pipeline.same_for_all_budgets(passes)
-        return self.runner.run(start, passes[len(shared) :], {retain.NAME: kept})
+        return self.runner.run(start, passes[len(shared) :], {retain.NAME: kept, reorder.NAME: ordered})
 
     def place(self, ordered: State, step_seconds: Seconds) -> Planned:
         """Run the passes behind the order, check the layout and write the plan.
@@ -259,7 +260,7 @@ class PlanMaker:
         first = self._with(other_orders.first_look(self.options, self.effort)) if again else self
         passes = pipeline.PIPELINE[len(pipeline.until(pipeline.ORDER, pipeline.PIPELINE)) :]
         end = first.runner.run(ordered, passes, {} if self.splits else {overlap.NAME: overlap.Decision()})
-        if not again or not other_orders.falls_short(end.decisions[layout.NAME]):
+        if not again or not other_orders.is_worth_another(end.decisions[layout.NAME], self.options, self.effort):
             return end
         if not _splits(end):
             return self._other_orders(end)

@@ -158,7 +158,7 @@ class PlanSearch:
         self._maker = dataclasses.replace(maker, effort=effort)
         self.options, self._allowed = self._maker.options, self._maker.terms.allowed
         self.plans, self._many = list[Plan](), many
-        self._ordered: dict[tuple[bool, str], State] = {}
+        self._decided: dict[tuple[bool, str], reorder.Decision] = {}
         self._firsts: dict[Terms, Planned] = {}
         self._orders: dict[str, tuple[Order, ...]] = {}
         self._choices: dict[tuple[str, Order], retain.Choice] = {}
@@ -425,9 +425,9 @@ class PlanSearch:
             ours = self._maker.under(terms)
 
             def make(maker: PlanMaker) -> Planned:
-                again = None if maker is ours else maker.order(fresh(self._start), self._nothing(terms))
-                ordered = again or self._in_order(terms)
-                return maker.place(fresh(ordered), self._alone(terms.allowed))
+                order = self._order(terms) if maker is ours else None
+                ordered = maker.order(fresh(self._start), self._nothing(terms), order)
+                return maker.place(ordered, self._alone(terms.allowed))
 
             with self._watch.of(OTHER_PLANS):
                 planned = self._below_eager(ours, make)
@@ -455,7 +455,7 @@ class PlanSearch:
         alone without that pass.
         """
         if allowed not in self._orders:
-            ordered = self._in_order(Terms(0, allowed)).decisions.get(reorder.NAME)
+            ordered = self._order(Terms(0, allowed))
             orders: tuple[Order, ...] = (ordered.order,) if ordered else ()
             if not orders or other_orders.may_look_again(self.options):
                 names = (operator.node.name for operator in build_memory(self._start.graph).operators)
@@ -466,7 +466,7 @@ class PlanSearch:
 
     def _least(self, terms: Terms) -> Bytes:
         """Return a lower bound of the live bytes for any order in which nothing runs again; 0 without reorder."""
-        ordered = self._in_order(terms).decisions.get(reorder.NAME)
+        ordered = self._order(terms)
         return ordered.bound_bytes if ordered else 0
 
     def least_bytes(self, limit: Bytes) -> Bytes:
@@ -478,13 +478,16 @@ class PlanSearch:
             return self._least(self.terms)
         return self.choice.least_bytes(sys.float_info.max, self._maker.eager_needs, limit // 10_000)
 
-    def _in_order(self, terms: Terms) -> State:
-        """Return the state in which nothing runs again and operators are ordered, the same for all limits in bytes."""
+    def _order(self, terms: Terms) -> reorder.Decision | None:
+        """Return the decision of pass reorder where nothing runs again, the same for all limits; None without it."""
         key = terms.limit is None, terms.allowed
-        if key not in self._ordered:
-            with self._watch.of(OTHER_PLANS):
-                self._ordered[key] = self._maker.under(terms).order(fresh(self._start), self._nothing(terms))
-        return self._ordered[key]
+        if reorder.NAME in self.options.disable or key in self._decided:
+            return self._decided.get(key)
+        with self._watch.of(OTHER_PLANS):
+            nothing, ours = self._nothing(terms), self._maker.under(terms)
+            graph = retain.apply(fresh(self._start).graph, nothing) if nothing.once else self._start.graph
+            self._decided[key] = reorder.decide(graph, ours.options)
+        return self._decided[key]
 
     def _nothing(self, terms: Terms) -> retain.Decision:
         """Return the decision of pass retain by which nothing runs again; under a limit, no gather either."""

@@ -153,8 +153,18 @@ def test_a_long_search_is_made_for_more_than_padding(
 
     monkeypatch.setattr(layout, "lay_out", noted)
     effort = dataclasses.replace(EFFORT, first_nodes=0, trial_orders=0, padding_share=padding_share)
-    search.PlanSearch(graph_of(5, "step"), Options(layout_nodes=1000), effort=effort).run()
+    plan = search.PlanSearch(graph_of(5, "step"), Options(layout_nodes=1000), effort=effort).run().plan
     assert node_limits == ([0, 1000] if is_long else [0])
+    assert (other_orders.NAME in plan.seconds) == is_long
+
+
+def test_a_budget_that_the_layout_misses_is_worth_another_order() -> None:
+    placed = layout.Decision(**(planned(5, "step").decisions["layout"] | {"arena_bytes": 9001, "live_bytes": 9000}))
+    missed = Options(memory_budget=placed.needed_bytes - 1)
+    assert not other_orders.is_worth_another(placed, Options())
+    assert not other_orders.is_worth_another(placed, Options(memory_budget=placed.needed_bytes))
+    assert other_orders.is_worth_another(placed, missed)
+    assert not other_orders.is_worth_another(dataclasses.replace(placed, arena_bytes=9000), missed)
 
 
 def test_works_without_in_place_reuse() -> None:
