@@ -46,7 +46,7 @@ class Decision:
         candidates: (algorithm, peak bytes) of every algorithm that ran.
         laid_out: (algorithm or name, peak bytes in the arena and outside of it) of every order that was laid out to
             choose among orders with no higher peak, the first one included. Empty if no other order was tried, because
-            the arena of the first is no larger than what lives in it.
+            the arena of the first is hardly larger than what lives in it.
     """
 
     order: tuple[str, ...]

@@ -67,8 +67,9 @@ class Laid:
 def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Options, *, shrinks: bool) -> Laid:
     """Lay out several placements, with and without trims, and return the best by :data:`Rank`.
 
-    A placement is laid out only if the lower bound on its rank is below the best rank so far, of whose arena a little
-    fragmentation does not count. Where no layout keeps the budget, the result is the one that needs the fewest bytes.
+    A placement is laid out only if the lower bound on its rank is below the best rank so far, less the fragmentation of
+    that layout where it is padding. Where no layout keeps the budget, the result is the one that needs the fewest
+    bytes.
 
     Args:
         table: the graph's storages.
@@ -107,7 +108,7 @@ def _least(
     least = {one: _least_rank(table, one, eager_bytes, limit, estimate[one], shrinks=shrinks) for one in others}
     ranked: list[tuple[Rank, Laid]] = []
     for placement in (first, *sorted(others, key=lambda one: least[one])):
-        if ranked and _without_padding(*min(ranked, key=lambda item: item[0]), effort) <= least[placement]:
+        if ranked and _without_padding(*_best(ranked), effort) <= least[placement]:
             break
         for laid in lay.out(placement, shrinks=shrinks):
             highest = laid.peak_bytes if highest is None else highest
@@ -116,14 +117,18 @@ def _least(
             above = fits and is_above(laid.peak_bytes, eager_bytes)
             over = excess(table, placement.with_allocator, int(laid.solution.arena_bytes)) if fits else 0
             ranked.append(((not fits, above, over, higher, laid.cost if fits else laid.needed_bytes), laid))
-    return min(ranked, key=lambda item: item[0])[1]
+    return _best(ranked)[1]
+
+
+def _best(ranked: Sequence[tuple[Rank, Laid]]) -> tuple[Rank, Laid]:
+    return min(ranked, key=lambda item: item[0])
 
 
 def _without_padding(rank: Rank, laid: Laid, effort: Effort) -> Rank:
-    """The rank of a layout that keeps the budget, without what its arena is above its bound where that is little."""
+    """The rank of a layout; where it keeps the budget, without the fragmentation of its arena if that is padding."""
     unfit, above, over, higher, nbytes = rank
     gap = int(laid.solution.arena_bytes - laid.solution.bound_bytes)
-    little = not unfit and gap <= laid.solution.arena_bytes // effort.padding_share
+    little = not unfit and gap <= laid.solution.arena_bytes // effort.padding_divisor
     return (unfit, above, over, higher, nbytes - gap) if little else rank
 
 

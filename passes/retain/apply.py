@@ -23,10 +23,10 @@ from roamc.rewriting.reruns import Rerun
 def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """Write the decision into the graph, and bring its operators into the decision's sequence.
 
-    The FX graph is changed in place; the returned graph holds the same one. A decision that changes nothing leaves the
-    graph as it is, the order of its operators included. Without a sequence, operators stay in the order that they have:
-    pass reorder finds or has another. Where collectives may run again, the returned graph says that ranks have to agree
-    on their sequence, see :attr:`roamc.graph.TrainGraph.agreements`.
+    The FX graph is changed in place; the returned graph holds the same one, and says what the caller may write when
+    forward has run. A decision that changes nothing leaves the order of the operators as it is. So does one without a
+    sequence: pass reorder finds or has another. Where collectives may run again, the returned graph says that ranks
+    have to agree on their sequence, see :attr:`roamc.graph.TrainGraph.agreements`.
 
     Raises:
         PlanError: ``decision.allowed`` is unknown; a gather that is not to run does not repeat one of forward; the
@@ -36,7 +36,7 @@ def apply(graph: TrainGraph, decision: Decision) -> TrainGraph:
     """
     if decision.allowed not in ALLOWED:
         raise PlanError(f"{decision.allowed!r} is none of {', '.join(ALLOWED)}")
-    graph = guarded(graph, inputs=decision.allowed == SAFE)  # the runner then refuses what reads these again
+    graph = guarded(graph, inputs=decision.allowed == SAFE)  # the judge refuses reruns that read what is marked
     if decision.once:
         graph = gathered_once(graph, decision.once)
     if decision.codes:

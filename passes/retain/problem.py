@@ -148,8 +148,8 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 
 SAFE = "safe"
-"""All operators, but no run in backward reads inputs that the caller may write after forward, nor, as under the other
-values, results: see :func:`roamc.rewriting.expiry.guarded`."""
+"""All operators, but no run in backward reads an input that the caller may write after forward. Results are out of
+reach under all values, see :func:`roamc.rewriting.expiry.guarded`."""
 
 ALLOWED = ("all", LIGHT, SAFE)
 """The values of :attr:`roamc.passes.retain.decision.Decision.allowed`."""

@@ -33,8 +33,8 @@ class Effort:
         alignment_share: pass retain is asked for less than the budget by this fraction, as a divisor, because tensors
             are rounded up to the alignment. Plans of ``"min"`` that differ by no more count as equally low.
         padding_share: a peak counts as optimal up to this fraction above the bound of live bytes: sizes are rounded up
-            to the alignment. No long layout search is made for less: Mamba's, of a million nodes for 512 of 3.8 million
-            bytes, took 4.3 seconds and found nothing.
+            to the alignment. No other order is laid out for less, nor is a long layout search made: Mamba's, of a
+            million nodes for 512 of 3.8 million bytes, took 4.3 seconds and found nothing.
         first_nodes: node limit of the layout search of the first order, where other orders can be tried afterwards. If
             that layout falls short, another order may do better than a long search.
         trial_nodes: node limit of the layout search of each other order.

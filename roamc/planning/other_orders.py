@@ -58,7 +58,10 @@ def falls_short(placed: layout.Decision, share: float = 0.0) -> bool:
 
 
 def is_worth_another(placed: layout.Decision, options: Options, effort: Effort = EFFORT) -> bool:
-    """Whether other orders should be laid out: the layout falls short by more than padding, or of a budget."""
+    """Whether other orders should be laid out: the arena is above its live bytes by more than padding.
+
+    Where the budget is missed, any byte above them counts.
+    """
     limit = options.limit_bytes
     above = limit is not None and placed.needed_bytes > limit
     return falls_short(placed, 0.0 if above else effort.padding_share)

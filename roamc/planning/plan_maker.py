@@ -1,7 +1,8 @@
 """The making of one plan: the pipeline runs on one graph for given terms, and its layout is checked.
 
-Passes that decide the same for every budget run once, in :func:`prepared`. Where the arena is larger than the most live
-bytes in it, :mod:`roamc.planning.other_orders` lays out other orders with no higher peak, and the best one is taken.
+Passes that decide the same for every budget run once, in :func:`prepared`. Where the arena is so much larger than the
+most live bytes in it that it matters, :mod:`roamc.planning.other_orders` lays out other orders with no higher peak, and
+the best one is taken.
 """
 
 from __future__ import annotations

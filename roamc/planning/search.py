@@ -48,7 +48,7 @@ without reruns. It may make the largest results last, where a value that runs ag
 nothing. Where it gives few reruns, they are looked for in program order, too."""
 
 PREPARE, OTHER_PLANS = "prepare", "other plans"
-"""Stages in ``Plan.seconds`` beside the passes: what comes before them, and plans that were made and not taken."""
+"""Stages in ``Plan.seconds`` beside the passes: what comes before them, and what was decided for plans not taken."""
 
 Order = tuple[str, ...]
 """Names of all operators, first to last."""
@@ -345,10 +345,10 @@ class PlanSearch:
     def _attempts(
         self, terms: Terms, choice: retain.Choice, *, first: bool = False, enough: Seconds = 0.0
     ) -> Callable[[Bytes], Attempt]:
-        """Return a function that asks ``choice`` for a number of live bytes, whatever it was asked before.
+        """Return a function that asks ``choice`` for a number of live bytes, whatever it was asked before this call.
 
-        Where some seconds are ``enough``, a question begins with the answers to those before: what keeps to them for
-        one peak is often some drops away from what does for another.
+        Where some seconds are ``enough``, each question begins with the answers since: what keeps to the seconds for
+        one peak is often a few drops away from what does for another.
         """
         choice.search.forget(solutions=enough > 0)
 
@@ -425,7 +425,7 @@ class PlanSearch:
             ours = self._maker.under(terms)
 
             def make(maker: PlanMaker) -> Planned:
-                order = self._order(terms) if maker is ours else None
+                order = self._reordered(terms) if maker is ours else None
                 ordered = maker.order(fresh(self._start), self._nothing(terms), order)
                 return maker.place(ordered, self._alone(terms.allowed))
 
@@ -455,7 +455,7 @@ class PlanSearch:
         alone without that pass.
         """
         if allowed not in self._orders:
-            ordered = self._order(Terms(0, allowed))
+            ordered = self._reordered(Terms(0, allowed))
             orders: tuple[Order, ...] = (ordered.order,) if ordered else ()
             if not orders or other_orders.may_look_again(self.options):
                 names = (operator.node.name for operator in build_memory(self._start.graph).operators)
@@ -466,7 +466,7 @@ class PlanSearch:
 
     def _least(self, terms: Terms) -> Bytes:
         """Return a lower bound of the live bytes for any order in which nothing runs again; 0 without reorder."""
-        ordered = self._order(terms)
+        ordered = self._reordered(terms)
         return ordered.bound_bytes if ordered else 0
 
     def least_bytes(self, limit: Bytes) -> Bytes:
@@ -478,20 +478,19 @@ class PlanSearch:
             return self._least(self.terms)
         return self.choice.least_bytes(sys.float_info.max, self._maker.eager_needs, limit // 10_000)
 
-    def _order(self, terms: Terms) -> reorder.Decision | None:
+    def _reordered(self, terms: Terms) -> reorder.Decision | None:
         """Return the decision of pass reorder where nothing runs again, the same for all limits; None without it."""
         key = terms.limit is None, terms.allowed
-        if reorder.NAME in self.options.disable or key in self._decided:
-            return self._decided.get(key)
-        with self._watch.of(OTHER_PLANS):
-            nothing, ours = self._nothing(terms), self._maker.under(terms)
-            graph = retain.apply(fresh(self._start).graph, nothing) if nothing.once else self._start.graph
-            self._decided[key] = reorder.decide(graph, ours.options)
-        return self._decided[key]
+        if key not in self._decided and reorder.NAME not in self.options.disable:
+            with self._watch.of(OTHER_PLANS):
+                nothing = self._nothing(terms)
+                graph = retain.apply(fresh(self._start).graph, nothing) if nothing.once else self._start.graph
+                self._decided[key] = reorder.decide(graph, self._maker.under(terms).options)
+        return self._decided.get(key)
 
     def _nothing(self, terms: Terms) -> retain.Decision:
         """Return the decision of pass retain by which nothing runs again; under a limit, no gather either."""
-        once = () if terms.limit is None else self._once(terms.allowed)
+        once = () if terms.limit is None or not self.has_reruns else self._once(terms.allowed)
         return dataclasses.replace(retain.NOTHING, allowed=terms.allowed, once=once)
 
     def _below_eager(self, maker: PlanMaker, make: Callable[[PlanMaker], Planned]) -> Planned:

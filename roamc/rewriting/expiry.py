@@ -44,10 +44,10 @@ def _made_again(memory: MemoryModel, operator: Operator, able: Able) -> set[int]
 def guarded(graph: TrainGraph, *, inputs: bool) -> TrainGraph:
     """Return ``graph`` with what eager's autograd lets the caller write after forward marked as overwritten.
 
-    That is what no operator of backward reads of results of forward, such as one that the caller halves in place, and
-    of inputs, such as a queue of keys of which forward took a copy. Trained parameters of one dimension are left out:
-    rows are normed again with their bias, which hardly anybody writes between forward and backward. A graph without a
-    boundary stays as it is: nothing of the caller's runs within it.
+    That is what backward neither reads nor gives back as a gradient, of results of forward, such as one that the caller
+    halves in place, and of inputs, such as a queue of keys of which forward took a copy. Trained parameters of one
+    dimension are left out: rows are normed again with their bias, which hardly anybody writes between forward and
+    backward. A graph without a boundary stays as it is: nothing of the caller's runs within it.
 
     Args:
         graph: the graph in front of pass retain; stays as it is.
@@ -58,6 +58,9 @@ def guarded(graph: TrainGraph, *, inputs: bool) -> TrainGraph:
     memory, trained = build_memory(graph), {node for node, _ in input_gradients(graph)}
     late = (operator for operator in memory.operators if operator.phase is not Phase.FORWARD)
     read = {storage for operator in late for storage in operator.reads}
+    returned = list(zip(output_values(graph.graph), graph.outputs, strict=True))
+    back = (node for node, port in returned if node is not None and port.role is Role.GRADIENT)
+    read |= {memory.owner[node.name, position] for node in back for position, _ in tensors_of(node)}
     # An input that the graph itself writes is out of reach already, see :func:`expiries`.
     read |= {at for each in memory.operators for at in each.writes if memory.storages[at].place is Place.INPUT}
 
@@ -68,9 +71,10 @@ def guarded(graph: TrainGraph, *, inputs: bool) -> TrainGraph:
         unread = read.isdisjoint(memory.owner[node.name, position] for position, _ in tensors_of(node))
         return dataclasses.replace(port, overwritten=port.overwritten or (unread and not flat))
 
-    arguments = map(marked, placeholders(graph.graph), graph.inputs) if inputs else graph.inputs
-    results = map(marked, output_values(graph.graph), graph.outputs)
-    return graph.replace(inputs=tuple(arguments), outputs=tuple(results))
+    arguments = tuple(map(marked, placeholders(graph.graph), graph.inputs)) if inputs else graph.inputs
+    results = tuple(marked(node, port) for node, port in returned)
+    same = (arguments, results) == (graph.inputs, graph.outputs)
+    return graph if same else graph.replace(inputs=arguments, outputs=results)
 
 
 def expiries(

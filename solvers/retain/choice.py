@@ -214,8 +214,8 @@ class Choice:
         yield part
         if part.taken == min(answers, key=lambda one: one.rank(budget)).taken:
             for place in self._unlike(set(taken).difference(fewer)):
-                if enough > 0 and part.seconds - self.problem.offers[place].seconds > enough:
-                    continue  # one offer more seldom saves more than what it takes itself
+                if enough > 0 and part.seconds - abs(self.problem.offers[place].seconds) > enough:
+                    continue  # an offer seldom saves, net, more than its own seconds
                 yield ask(tuple(sorted((*fewer, place))), rival=_fewest([part], budget, enough))
 
     def _least(self, solution: RetainSolution) -> RetainSolution:

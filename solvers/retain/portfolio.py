@@ -204,7 +204,7 @@ class _Run:
             self.complete = affordable(search, self.limit, True)
             if self.complete:
                 self.exact()
-            elif not self.is_hopeless(start):
+            elif start is None or not self.ends_at_start():
                 self.explore(plain)
         answer = self.answer()
         if start is not None and start.rank(self.budget) < answer.rank(self.budget):
@@ -326,13 +326,14 @@ class _Run:
         self.improve(self.search.work + part)
         return self.best.score.seconds > self.rival
 
-    def is_hopeless(self, start: RetainSolution | None) -> bool:
-        """Return whether a large search that begins with a solution ends here: what that gives adds too much.
+    def ends_at_start(self) -> bool:
+        """Improve the solution that a large search began with; return whether it still adds more than is enough.
 
-        Ways that begin without one take seconds then, and seldom get further.
+        Only for a search in which nothing else is asked for, and only where that solution keeps the budget: the ways
+        that begin elsewhere take seconds, and seldom find less.
         """
         large = self.limit - self.began > self.ground.effort.large_work
-        return large and self.enough > 0 and start is not None and not above(self.best, self.budget) and self.loses()
+        return large and self.rival <= self.enough and not above(self.best, self.budget) and self.loses()
 
     def anneal(self) -> None:
         """Anneal the best state in rounds, while that helps; the further its seconds are above the bound, the longer.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -166,6 +167,32 @@ def test_caller_may_write_results_before_backward_under_any_budget(budget: str) 
     roamc.optimize(model, memory_budget=budget, profile="cpu", strict=True)
     assert_same(trained_with_writes(model, inputs=False), trained_with_writes(eager, inputs=False))
     assert roamc.plans(model)[0].decisions["retain"]["reruns"]
+
+
+class Kept(torch.autograd.Function):
+    """Gives back in backward, as the gradient, what forward gave."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.sigmoid(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("budget", [None, NO_TIME, "min"])
+def test_a_result_may_be_a_gradient(budget: str | None) -> None:
+    def function(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        return Kept.apply(x), torch.sin(torch.cos(z) * 2)
+
+    x, z = noise(2048, WIDTH).requires_grad_(), noise(2048, WIDTH, seed=1).requires_grad_()
+    compiled = torch.compile(function, backend="roamc", options={"memory_budget": budget, "strict": True})
+    y, w = compiled(x, z)
+    (y.sum() + w.sum()).backward()
+    assert_same(x.grad, y.detach())
 
 
 def test_buffers_that_forward_writes_are_no_fault_of_a_default() -> None:

@@ -331,3 +331,9 @@ def test_what_is_written_between_is_gathered_again() -> None:
         return first, COLLECTIVES.all_gather_into_tensor(x, 2, GROUP)
 
     assert gathered_twice(hand_made(written, "FFB")) == ()
+
+
+def test_without_pass_retain_no_gather_is_left_out_of_the_order() -> None:
+    options = Options(shard="sequence", profile="a100", memory_budget=1 << 30, layout_nodes=1000, disable=("retain",))
+    trials = search.PlanSearch(graph_of("gpt"), options, many=True)
+    assert trials.least_bytes(1 << 30) <= trials.run().plan.peak_bytes
