@@ -25,7 +25,7 @@ from roamc.passes.fuse.decision import MOST_MEMBERS, Decision
 from roamc.passes.fuse.estimates import Estimates
 from roamc.passes.fuse.ledger import Ledger, Undo
 from roamc.passes.fuse.write import Site
-from roamc.rewriting.expiry import droppable, expiries
+from roamc.rewriting.expiry import droppable, expiries, guarded
 from roamc.units import Bytes, Seconds
 
 
@@ -129,7 +129,8 @@ def with_inlines(graph: TrainGraph, decision: Decision, estimates: Estimates, *,
     """Return ``decision`` with copies of operators of forward in groups of backward, so that forward saves fewer bytes.
 
     Args:
-        graph: the graph that the groups are chosen for; stays as it is.
+        graph: the graph that the groups are chosen for; stays as it is. Copies read nothing of it in backward that the
+            caller may write when forward has run, see :func:`roamc.rewriting.expiry.guarded`.
         decision: groups without copies.
         estimates: seconds and workspace of the groups.
         fast: whether groups may have other last bits than their operators.
@@ -139,7 +140,7 @@ def with_inlines(graph: TrainGraph, decision: Decision, estimates: Estimates, *,
         with the copy, and on a CPU a copied operator may join the group of its readers in forward. ``decision`` itself
         if no copy is worth its time.
     """
-    inliner = _Inliner(copied(graph), decision, estimates, fast=fast)
+    inliner = _Inliner(guarded(copied(graph), inputs=True), decision, estimates, fast=fast)
     inliner.run()
     return Inlined(inliner.decision() if inliner.copies else decision, inliner.names, inliner.site, inliner.ledger)
 

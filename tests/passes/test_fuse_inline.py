@@ -25,7 +25,7 @@ from roamc.passes.fuse import Decision, Effort, choose, estimates, inline, write
 from roamc.planning import search
 from roamc.planning.plan import Plan
 from roamc.report.fused import grouped
-from tests.graphs import assert_same, clones, graph_and_inputs, peak, run_real, saved_bytes, traced
+from tests.graphs import assert_same, clones, graph_and_inputs, joint_graph, peak, run_real, saved_bytes, traced
 from tests.kernel_groups import use_kernels
 from tests.models import make
 from tests.planning.test_pipeline import run_program
@@ -163,6 +163,30 @@ def test_what_forward_does_not_read_is_made_in_backward_alone() -> None:
 )
 def test_what_cannot_be_rebuilt_is_stored(function: Callable[..., Any], phases: str) -> None:
     assert decided(function, X, X, phases=phases).copies == ()
+
+
+class Handed(nn.Module):
+    """Gives a loss and what lies inside, which eager's backward reads for ``square`` only."""
+
+    scale: Tensor
+
+    def __init__(self, square: bool) -> None:
+        super().__init__()
+        self.square, self.up, self.down = square, nn.Linear(64, 64), nn.Linear(64, 64)
+        self.register_buffer("scale", torch.randn(64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = self.up(x)
+        loss = self.down(torch.relu(inner * 2 - 1) * self.scale).square().sum()
+        return loss + inner.square().sum() if self.square else loss, inner
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("square", [False, True])
+def test_a_copy_reads_a_result_of_forward_only_where_eager_does(square: bool) -> None:
+    graph = joint_graph(Handed(square), (X,))
+    copies = search.run(graph, Options(memory_budget="+0%")).plan.decisions["fuse"]["copies"]
+    assert any(operator == "relu" for _, operator, _ in copies) == square, copies
 
 
 def test_what_the_user_keeps_is_stored() -> None:
