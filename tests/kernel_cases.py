@@ -6,7 +6,6 @@ try for one dtype, each as ``call(...)``.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -464,11 +463,11 @@ def col2im(dtype: torch.dtype) -> list[Call]:
     ]
 
 
-@functools.cache
 def alone() -> str:
     """The name of a process group that has this process only; tests with several ranks have processes of their own."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return str(dist.group.WORLD.group_name)
 
 

@@ -37,6 +37,13 @@ PLAN = {f"blocks.*.{name}": word for names, word in ((COLUMNS, "colwise"), (ROWS
 SIZES = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "seq": 16, "batch": 2}
 
 
+@pytest.fixture(autouse=True)
+def no_group() -> None:
+    """Ends the process group that cases of collectives' kernels may have left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def parts(kind: str, ranks: int, plan: Mapping[str, str] = PLAN) -> list[nn.Module]:
     """What each rank has of a model of ``tests.parallel``, with its elements."""
     whole = build(kind, 1)
