@@ -19,7 +19,6 @@ from roamc.errors import VerifyError
 from roamc.graph.memory import Int64s
 from roamc.options import Options
 from roamc.passes.layout import trims
-from roamc.passes.layout.effort import Effort
 from roamc.passes.layout.placement import (
     Placement,
     Table,
@@ -67,9 +66,8 @@ class Laid:
 def best(table: Table, eager_bytes: Bytes | None, alignment: Bytes, options: Options, *, shrinks: bool) -> Laid:
     """Lay out several placements, with and without trims, and return the best by :data:`Rank`.
 
-    A placement is laid out only if the lower bound on its rank is below the best rank so far, less the fragmentation of
-    that layout where it is padding. Where no layout keeps the budget, the result is the one that needs the fewest
-    bytes.
+    A placement is laid out only if the lower bound on its rank is below the best rank so far. Where no layout keeps the
+    budget, the result is the one that needs the fewest bytes.
 
     Args:
         table: the graph's storages.
@@ -108,7 +106,7 @@ def _least(
     least = {one: _least_rank(table, one, eager_bytes, limit, estimate[one], shrinks=shrinks) for one in others}
     ranked: list[tuple[Rank, Laid]] = []
     for placement in (first, *sorted(others, key=lambda one: least[one])):
-        if ranked and _without_padding(*_best(ranked), effort) <= least[placement]:
+        if ranked and min(rank for rank, _ in ranked) <= least[placement]:
             break
         for laid in lay.out(placement, shrinks=shrinks):
             highest = laid.peak_bytes if highest is None else highest
@@ -117,19 +115,7 @@ def _least(
             above = fits and is_above(laid.peak_bytes, eager_bytes)
             over = excess(table, placement.with_allocator, int(laid.solution.arena_bytes)) if fits else 0
             ranked.append(((not fits, above, over, higher, laid.cost if fits else laid.needed_bytes), laid))
-    return _best(ranked)[1]
-
-
-def _best(ranked: Sequence[tuple[Rank, Laid]]) -> tuple[Rank, Laid]:
-    return min(ranked, key=lambda item: item[0])
-
-
-def _without_padding(rank: Rank, laid: Laid, effort: Effort) -> Rank:
-    """The rank of a layout; where it keeps the budget, without the fragmentation of its arena if that is padding."""
-    unfit, above, over, higher, nbytes = rank
-    gap = int(laid.solution.arena_bytes - laid.solution.bound_bytes)
-    little = not unfit and gap <= laid.solution.arena_bytes // effort.padding_divisor
-    return (unfit, above, over, higher, nbytes - gap) if little else rank
+    return min(ranked, key=lambda item: item[0])[1]
 
 
 def _estimated(table: Table, ranked: Sequence[Placement], *, shrinks: bool) -> Iterator[tuple[Bytes, Placement]]:

@@ -26,8 +26,6 @@ class Effort:
             leaves the peak must lower the number of crowded steps.
         layouts: of the cheapest placements, and of those within the budget, at most this many are laid out, in addition
             to three others: the best one without trims, the one with the lowest peak, and the one without an arena.
-        padding_divisor: an arena that is above its bound by no more than the arena divided by this number is no reason
-            to lay out a further placement. For an arena 0.05 % above its bound, GPT-2 XL had three more.
         allocator_price: bytes that pass through the allocator: fresh memory costs time. AlexNet, batch 1, Adam: 2.6 %
             less peak with no arena at all, for steps 1.4 times as long.
         budget_price: the same under a budget, where a peak below it is worth less. LLaMA at the lowest peak for 1 % of
@@ -50,7 +48,6 @@ class Effort:
     candidates: int = 12
     crowded_share: float = 0.995
     layouts: int = 4
-    padding_divisor: int = 1000
     allocator_price: int = 32
     budget_price: int = 8
     allocator_call: Bytes = 64 << 10

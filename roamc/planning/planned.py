@@ -114,8 +114,8 @@ def plan_of(
     retain_decision: retain.Decision = decisions.get(retain.NAME, retain.NOTHING)
     peak_bytes, bound_bytes = placed.peak_bytes, ordered.bound_bytes if ordered else 0
     coded = [(storage, codec) for storage, codec, *_ in retain_decision.codes]
-    tight = placed.arena_bytes <= placed.live_bytes * (1 + effort.padding_share)
-    statuses = {"optimal" if tight else placed.status, ordered.status if ordered else "gap"}
+    short = other_orders.falls_short(placed, effort.padding_share)
+    statuses = {placed.status if short else "optimal", ordered.status if ordered else "gap"}
     if peak_bytes > bound_bytes * (1 + effort.padding_share):
         statuses.add("gap")
     return Plan(

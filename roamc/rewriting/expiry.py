@@ -50,7 +50,7 @@ def guarded(graph: TrainGraph, *, inputs: bool) -> TrainGraph:
     backward. A graph without a boundary stays as it is: nothing of the caller's runs within it.
 
     Args:
-        graph: the graph in front of pass retain; stays as it is.
+        graph: the graph before a pass that lets operators of forward run in backward; stays as it is.
         inputs: whether inputs are guarded as well as results.
     """
     if not graph.boundary:
