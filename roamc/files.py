@@ -1,6 +1,6 @@
 """Files that are written whole or not at all: a process that is killed half-way leaves what was there before.
 
-And the folder of those that keep what was measured on this machine.
+And the folders of those that keep what was measured on this machine, and plans.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ PATIENCE = 2.0
 
 def measured_folder() -> Path:
     """Return the folder of what is measured on this machine, which is in the user's cache folder and need not exist."""
-    return platformdirs.user_cache_path("roamc", appauthor=False) / "profiles"
+    return _cache() / "profiles"
+
+
+def plans_folder() -> Path:
+    """Return the folder of plans that are kept for later runs, which is there too and need not exist."""
+    return _cache() / "plans"
+
+
+def _cache() -> Path:
+    return platformdirs.user_cache_path("roamc", appauthor=False)
 
 
 def read(path: Path, most: int) -> bytes:

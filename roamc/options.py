@@ -75,6 +75,9 @@ class Options:
             a search. They are checked as those of a search are, and a plan is refused where it does not do what it
             says, or does not keep ``memory_budget``. Of several plans of a graph, the first that keeps it is taken.
             Other graphs are planned anew, with a warning; ``strict`` raises. None plans every graph.
+        cache: keep plans that took a second or more to make in the user's cache folder, and take them from there: the
+            same graph, options, profile, versions and threads have the same plan. What is taken is checked as a
+            ``plan`` of a file is. False neither reads nor writes there.
         profile: device profile for time predictions: a file written by ``roamc calibrate``, or the name of a shipped
             one. None uses the profile measured on this machine, else the shipped one for the device.
     """
@@ -95,6 +98,7 @@ class Options:
     profile: str | None = None
     gpu: str | None = None
     plan: tuple[str, ...] = ()
+    cache: bool = True
 
     @property
     def keeps_arena(self) -> bool:

@@ -36,7 +36,7 @@ from roamc.frontends.stages import Stage, ends_note, stage_of, stage_settings
 from roamc.frontends.workload import OPTIMIZERS, Workload, capture, from_file
 from roamc.graph import TrainGraph, copied, main_device
 from roamc.options import Options
-from roamc.planning import search
+from roamc.planning import kept_plans, search
 from roamc.planning.plan import Plan
 from roamc.planning.planned import LARGER, Planned
 from roamc.report.curve import trace
@@ -81,7 +81,7 @@ class Explained:
 
     report: Explanation
     _mesh: Mesh
-    _trials: search.PlanSearch
+    _trials: search.PlanSearch | None
     _before: Course | None
     _lives: Lives
     _profile: DeviceProfile
@@ -91,6 +91,7 @@ class Explained:
 
         Only where the curve was asked for. ``say`` is called with a few words on what is being done.
         """
+        assert self._trials is not None
         plan = self.report.plan
         say("getting the solvers ready")
         warm_up()
@@ -309,17 +310,25 @@ def _timed(graph: TrainGraph, request: Request, options: Options) -> TrainGraph:
 
 def _planned(
     request: Request, graph: TrainGraph, options: Options, seconds: Seconds, say: Say, *, many: bool = False
-) -> tuple[Planned, search.PlanSearch]:
-    """The plan, with the ``seconds`` of capture among its times, and its search, for ``many`` more plans."""
-    smaller = _smaller(request, options)
+) -> tuple[Planned, search.PlanSearch | None]:
+    """The plan, with the ``seconds`` of capture among its times, and its search, for ``many`` more plans.
+
+    There is no search where one plan is asked for, and that of an earlier run fits.
+    """
+    smaller, trials = _smaller(request, options), None
     say(f"planning {graph.name}")
     with ticker.listening(lambda text: say(f"planning {graph.name}, {text}")):
-        trials = search.PlanSearch(graph, options, many=many or options.gpu is not None)
-        try:
-            planned = _with_way_out(trials.run(), trials, smaller)
-        except BudgetError as error:
-            error.args = (f"{error}{smaller}",)
-            raise
+        file = kept_plans.file_for(graph, options)
+        planned = None if many else kept_plans.taken(file, graph, options)
+        if planned is None or planned.plan.fits is False:
+            trials = search.PlanSearch(graph, options, many=many or options.gpu is not None)
+            try:
+                planned = trials.run()
+                kept_plans.keep(file, planned.plan)
+                planned = _with_way_out(planned, trials, smaller)
+            except BudgetError as error:
+                error.args = (f"{error}{smaller}",)
+                raise
     plan = dataclasses.replace(planned.plan, seconds={"capture": seconds, **planned.plan.seconds})
     return dataclasses.replace(planned, plan=plan), trials
 

@@ -25,6 +25,9 @@ from roamc.units import LARGEST, Bytes, Seconds, format_apart, format_bytes, for
 FORMAT = 12
 """Version of the JSON form; increased when a reader of an older version could misread it."""
 
+KEPT = "kept plan"
+"""The stage, in :attr:`Plan.seconds`, of reading a plan that an earlier run has kept."""
+
 
 @dataclass(frozen=True)
 class Plan:

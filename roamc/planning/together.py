@@ -33,7 +33,7 @@ from roamc.graph.fingerprint import fingerprint
 from roamc.graph.ranks import batch_of, collectives_of, with_agreements, with_same_plan
 from roamc.options import Options
 from roamc.passes.shard import choose
-from roamc.planning import search
+from roamc.planning import kept_plans, search
 from roamc.planning.plan import Plan
 from roamc.planning.plan_maker import limit_of
 from roamc.planning.planned import Planned
@@ -66,7 +66,7 @@ def run(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> Pla
     """
     groups, by_tokens = groups_of(graph, options, meeting), _by_tokens(graph, options)
     if not groups:
-        return search.run(graph, options)
+        return kept_plans.run(graph, options)
     name = graph.name
     attempt = _Attempt(graph, options, FIRST_STEP if set(groups) <= set(meeting) else ON_SHARDS)
     for group in groups:
@@ -92,7 +92,7 @@ def alone(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> P
     Raises:
         RoamcError: as :func:`roamc.planning.search.run` raises.
     """
-    return search.run(as_alone(graph, options, meeting), options)
+    return kept_plans.run(as_alone(graph, options, meeting), options)
 
 
 def as_alone(graph: TrainGraph, options: Options, meeting: Sequence[str] = ()) -> TrainGraph:
@@ -296,7 +296,10 @@ class _Attempt:
         if self.error is not None:
             return
         try:
-            self.planned = search.run(self.graph, self.options, self._received(sent) if sent else None)
+            if sent:
+                self.planned = search.run(self.graph, self.options, self._received(sent))
+            else:
+                self.planned = kept_plans.run(self.graph, self.options)
         except Exception as error:  # it is raised once the other ranks know
             self.error = error
 

@@ -10,7 +10,7 @@ from rich.syntax import Syntax
 
 from roamc.planning import other_orders, search
 from roamc.planning.pipeline import PIPELINE
-from roamc.planning.plan import HELD, Plan
+from roamc.planning.plan import HELD, KEPT, Plan
 from roamc.report.curve import Curve, Spot
 from roamc.report.explain import Allocating, Explanation, Group, Live, Peak, by_default, groups
 from roamc.report.frontier import Point
@@ -66,7 +66,8 @@ def show_plan(out: Console, plan: Plan, *, debug: bool = False) -> None:
     for line in str(plan).splitlines():
         say(out, line, REMARKS if line.startswith("  ") and not line.startswith("  note:") else NOTES)
     if plan.seconds:
-        stages = f"  {stage_times(plan.seconds)}" if debug else ""
+        stages = "  by the plan of an earlier run" if KEPT in plan.seconds else ""
+        stages += f"  {stage_times(plan.seconds)}" if debug else ""
         say(out, f"  {'planned in':<13}{_seconds(sum(plan.seconds.values())):>12}{stages}", REMARKS)
 
 
