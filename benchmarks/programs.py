@@ -83,7 +83,7 @@ def build(name: str, work: Blocked, profile: str) -> Program:
     if row.how and row.how != FAST:
         wrap(work, row.how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    options = {"memory_budget": row.budget or NO_TIME, "profile": profile, "strict": True}
+    options = {"memory_budget": row.budget or NO_TIME, "profile": profile, "strict": True, "cache": False}
     if row.how == FAST:
         options["numerics"] = FAST
     if row.family == "train_step":

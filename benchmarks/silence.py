@@ -10,9 +10,11 @@ The seconds are those of a clock: on a busy machine they are longer.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,8 +68,13 @@ class Silence:
 
 def measure(command: Sequence[str]) -> Silence:
     """Run a command and time its lines on stderr; its stdout is read by nobody."""
-    begun = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    begun, quiet = time.monotonic(), subprocess.DEVNULL
+    with (
+        tempfile.TemporaryDirectory() as cache,  # without plans of earlier runs
+        subprocess.Popen(
+            command, stdout=quiet, stderr=subprocess.PIPE, env={**os.environ, "XDG_CACHE_HOME": cache}
+        ) as process,
+    ):
         assert process.stderr is not None
         times = [0.0, *(time.monotonic() - begun for _ in process.stderr)]
         code = process.wait()
