@@ -187,12 +187,19 @@ def lower(plans: Sequence[T], attempt: Callable[[Bytes], T], effort: Effort = EF
 
 
 def within(
-    attempt: Callable[[Bytes], T], bound: Bytes, highest: Bytes, seconds: Seconds, effort: Effort = EFFORT
+    attempt: Callable[[Bytes], T],
+    bound: Bytes,
+    highest: Bytes,
+    seconds: Seconds,
+    effort: Effort = EFFORT,
+    least: Callable[[Bytes], Seconds] | None = None,
 ) -> list[T]:
     """Look for the lowest peak that adds at most ``seconds``, between one that adds more and one that does not.
 
-    The first peak is asked for near the bound; each further one where a straight line between the two adds ``seconds``,
-    but at least a quarter of the way off either, or half-way where the one before took off less than half.
+    The first peak is asked for near the bound. After one that does not add more the next is where ``least`` has risen
+    by what is left of ``seconds``: an answer is as far above its bound as its neighbour. Others are where a straight
+    line between the two adds ``seconds``, but at least a quarter of the way off either, or half-way where the one
+    before took off less than half.
 
     Args:
         attempt: takes a peak of live bytes and makes a plan with that asked of ``retain``. Only ``asked_bytes`` and
@@ -201,6 +208,7 @@ def within(
         highest: bytes if nothing runs again, live ones or those of a plan.
         seconds: most added time.
         effort: limits and shares.
+        least: lower bound of the seconds that a peak adds, the more the lower it is; None where it is not known.
 
     Returns:
         Those of the plans made that keep to ``seconds`` and are below ``highest`` and each other, the lowest first.
@@ -221,7 +229,19 @@ def within(
             low, more = target, tried.asked_seconds if reached else math.inf
         line = (seconds - added) / (more - added) if more < math.inf else 0.5
         share = min(max(line, 0.25), 0.75) if high - low <= between / 2 else 0.5
+        if least is not None and kept and more == math.inf and high <= target:
+            left = seconds - added + least(high)
+            away = high - _lowest_with(least, left, low, high, int(highest * effort.left_share))
+            share = max(away, highest * effort.left_share) / (high - low)
     return kept
+
+
+def _lowest_with(least: Callable[[Bytes], Seconds], seconds: Seconds, low: Bytes, high: Bytes, off: Bytes) -> Bytes:
+    """Return the lowest peak from ``low`` to ``high`` that adds at most ``seconds`` by ``least``, about ``off`` off."""
+    while high - low > max(off // 4, 1):
+        peak = (low + high) // 2
+        low, high = (peak, high) if least(peak) > seconds else (low, peak)
+    return high
 
 
 def _below(lowest: Outcome, effort: Effort) -> Bytes:

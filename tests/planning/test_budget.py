@@ -329,6 +329,28 @@ def test_lowest_peak_within_a_time_is_asked_for_with_few_questions(
     assert not budget_search.within(attempt, 100_000, 100_000, most)
 
 
+@pytest.mark.parametrize("slack", [1.0, 1.05, 1.1])
+def test_bound_on_the_seconds_spares_questions(slack: float) -> None:
+    """Answers add more than the bound says, by a share that hardly changes."""
+
+    def seconds(peak: int) -> float:
+        return (1 - peak / 100_000) ** 6
+
+    def asked(least: Callable[[int], float] | None) -> tuple[int, int]:
+        targets: list[int] = []
+
+        def attempt(target: int) -> Guess:
+            targets.append(target)
+            return Guess(target, target, slack * seconds(target))
+
+        return budget_search.within(attempt, 30_000, 100_000, 0.13, least=least)[0].asked_bytes, len(targets)
+
+    peak, questions = asked(seconds)
+    lowest = min(peak for peak in range(30_000, 100_000) if slack * seconds(peak) <= 0.13)
+    assert peak <= lowest + 100_000 * EFFORT.left_share
+    assert questions <= 4 < asked(None)[1]
+
+
 @pytest.mark.parametrize("bound", [0, 900])
 def test_peak_that_cannot_be_reached_does_not_hide_one_that_adds_as_little(bound: int) -> None:
     """Below 930 there is nothing, and what is found there takes too long."""
