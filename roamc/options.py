@@ -75,9 +75,10 @@ class Options:
             a search. They are checked as those of a search are, and a plan is refused where it does not do what it
             says, or does not keep ``memory_budget``. Of several plans of a graph, the first that keeps it is taken.
             Other graphs are planned anew, with a warning; ``strict`` raises. None plans every graph.
-        cache: keep plans that took a second or more to make in the user's cache folder, and take them from there: the
-            same graph, options, profile, versions and threads have the same plan. What is taken is checked as a
-            ``plan`` of a file is. False neither reads nor writes there.
+        cache: keep plans that took a second or more to make in the folder "plans" of the user's cache folder, and take
+            them from there in later runs with the same graph, options, machine, profile, versions and threads. What is
+            taken is checked as a ``plan`` of a file is. False neither reads nor writes plans there. Those for the
+            budget "device" are never kept.
         profile: device profile for time predictions: a file written by ``roamc calibrate``, or the name of a shipped
             one. None uses the profile measured on this machine, else the shipped one for the device.
     """

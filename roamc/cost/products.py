@@ -72,7 +72,7 @@ def faster_by_onednn(forms: Collection[Form]) -> frozenset[Form]:
     order given, for 5 seconds (:data:`PATIENCE`) at most, and written to it. A form that stays unmeasured is not
     returned.
     """
-    times_of = _stored()
+    times_of = stored()
     fresh = {}
     time = clock(torch.device("cpu"))
     begun = time()
@@ -126,7 +126,7 @@ def _path() -> Path:
     return measured_folder() / f"products-{torch.get_num_threads()}.json"
 
 
-def _stored() -> dict[Form, Times]:
+def stored() -> dict[Form, Times]:
     """Return form to times from the file for torch's present number of threads.
 
     Empty if there is no such file, it is of another machine or torch, or it cannot be read.

@@ -31,7 +31,7 @@ def fingerprint(graph: TrainGraph, *, of_any_rank: bool = False) -> str:
     """Return a hash, in hexadecimal, of all in ``graph`` that plans depend on; it is the same in every process.
 
     It covers nodes with their names and arguments, geometries, phases, roles, and which inputs share memory. The
-    elements of tensors that the graph holds are no part of it.
+    elements of tensors that the graph holds are no part of it, nor are marks for recomputation, nor what eager holds.
 
     Args:
         graph: the graph.

@@ -229,7 +229,7 @@ def within(
             low, more = target, tried.asked_seconds if reached else math.inf
         line = (seconds - added) / (more - added) if more < math.inf else 0.5
         share = min(max(line, 0.25), 0.75) if high - low <= between / 2 else 0.5
-        if least is not None and kept and more == math.inf and high <= target:
+        if least is not None and kept and more == math.inf and low < high <= target:
             left = seconds - added + least(high)
             away = high - _lowest_with(least, left, low, high, int(highest * effort.left_share))
             share = max(away, highest * effort.left_share) / (high - low)

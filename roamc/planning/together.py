@@ -219,7 +219,8 @@ class _Attempt:
             OtherStepError: a rank runs other collectives than the first, or runs a step that it has planned; raised on
                 all ranks of the group.
         """
-        fields = (item.name for item in dataclasses.fields(self.asked) if item.name != "profile")  # that may be a path
+        own = ("cache", "profile")  # that may be a path
+        fields = (item.name for item in dataclasses.fields(self.asked) if item.name not in own)
         options = {name: repr(getattr(self.asked, name)) for name in fields}
         mine = {**options, "roamc": __version__, "torch": torch.__version__}
         collectives = list(collectives_of(self.graph, group)) if compared else []
@@ -241,7 +242,7 @@ class _Attempt:
         self._compare(group, [record[3] for record in ranks], [opening.batch for opening in opened])
         if self.asked.memory_budget == "device":
             free = min((record[1] for record in ranks if record[1] is not None), default=None)
-            self.options = dataclasses.replace(self.options, memory_budget=free)
+            self.options = dataclasses.replace(self.options, memory_budget=free, cache=False)
 
     def _compare(
         self, group: object, collectives: Sequence[Sequence[str]], batches: Sequence[Mapping[str, str]]

@@ -205,3 +205,8 @@ def test_peak_that_cannot_be_reached_does_not_hide_one_that_adds_as_little(bound
         return Guess(max(target, 930), max(target, 930), 30.0 if target < 935 else 1.0, strained=target < 930)
 
     assert budget_search.within(attempt, bound, 1000, 10.0)[0].asked_bytes < 940
+
+
+def test_an_answer_at_the_bound_ends_the_questions() -> None:
+    kept = budget_search.within(lambda target: Guess(600, 600, 0.5), 600, 1000, 1.0, least=lambda peak: 0.0)
+    assert [one.asked_bytes for one in kept] == [600]

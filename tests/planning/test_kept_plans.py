@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import logging
 import os
@@ -13,11 +14,14 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 import roamc
 from roamc import cost
 from roamc.cli.request import Request, answer
-from roamc.graph import TrainGraph, copied
+from roamc.cost.products import Form
+from roamc.graph import TrainGraph, copied, operators
+from roamc.graph.fingerprint import fingerprint
 from roamc.options import Options
 from roamc.planning import kept_plans, search
 from roamc.planning.plan import KEPT, Plan
@@ -65,9 +69,19 @@ def _graph(rows: int = 2048) -> TrainGraph:
 OPTIONS = Options(memory_budget=0, profile="cpu")
 
 
-@pytest.mark.parametrize("budget", [None, "+0%", "70%", "min", "light", "total:1GB"])
-def test_the_plan_of_an_earlier_run_is_the_plan(budget: Any, folder: Path, searches: list[TrainGraph]) -> None:
-    options = search.options_of({"memory_budget": budget})
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"memory_budget": budget} for budget in (None, "+0%", "70%", "min", "light", "total:1GB")),
+        *({"memory_budget": budget, "codecs": "tempo"} for budget in ("+0%", "+5%", "70%")),
+        {"memory_budget": "+5%", "disable": "retain"},
+    ],
+    ids=str,
+)
+def test_the_plan_of_an_earlier_run_is_the_plan(
+    settings: dict[str, Any], folder: Path, searches: list[TrainGraph]
+) -> None:
+    options = search.options_of(settings)
     plans = [kept_plans.run(_graph(), options).plan for _ in range(2)]
     assert len(searches) == len([*folder.iterdir()]) == 1
     assert plans[0].to_json() == plans[1].to_json()
@@ -98,6 +112,20 @@ def _overwritten(graph: TrainGraph) -> TrainGraph:
     return graph.replace(inputs=(dataclasses.replace(first, overwritten=not first.overwritten), *others))
 
 
+def _marked(graph: TrainGraph) -> TrainGraph:
+    marked = copied(graph)
+    operators(marked.graph)[0].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return marked
+
+
+def _with_lists(graph: TrainGraph) -> TrainGraph:
+    """The same step, of 8 rows, with an optimizer of which eager holds lists of tensors."""
+    foreach = functools.partial(torch.optim.AdamW, foreach=True)
+    other = captured_step(_net(), [torch.randn(8, 16)], _loss, foreach).graph
+    assert fingerprint(other) == fingerprint(graph)
+    return other
+
+
 def test_what_a_plan_depends_on_names_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = _graph()
     changed = [
@@ -106,7 +134,8 @@ def test_what_a_plan_depends_on_names_its_file(monkeypatch: pytest.MonkeyPatch) 
         *({"numerics": "fast"}, {"shard": "sequence"}, {"async_tp": "on"}, {"gpu": "h100"}),
     ]
     others = [kept_plans.file_for(graph, dataclasses.replace(OPTIONS, **one)) for one in changed]
-    graphs = (_graph(1024), _overwritten(graph), graph.replace(in_flight=2), graph.replace(sums=True))
+    graphs = (_graph(1024), _overwritten(graph), _marked(graph), small := _graph(8), _with_lists(small))
+    graphs += (graph.replace(in_flight=2), graph.replace(sums=True), graph.replace(notes=("a note",)))
     others += [kept_plans.file_for(each, OPTIONS) for each in (*graphs, joint_graph(_net(), [torch.randn(2048, 16)]))]
     profile = dataclasses.replace(cost.load_profile("cpu", "cpu"), bandwidth=1e9)
     for place, value in {
@@ -115,10 +144,14 @@ def test_what_a_plan_depends_on_names_its_file(monkeypatch: pytest.MonkeyPatch) 
         "torch.__version__": "2.99",
         "roamc.planning.kept_plans._source": lambda: "another",
         "roamc.planning.kept_plans.device_model": lambda _: "another",
+        "roamc.planning.kept_plans.kernel_settings": lambda: {"torch.backends.mkldnn.enabled": False},
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(place, value)
             others.append(kept_plans.file_for(graph, OPTIONS))
+    fast = dataclasses.replace(OPTIONS, numerics="fast")
+    monkeypatch.setattr("roamc.cost.products.stored", lambda: {Form(1, 1, 1, 1, False, False): (1.0, 2.0)})
+    others.append(kept_plans.file_for(graph, fast))
     assert None not in others
     assert len({*others, kept_plans.file_for(graph, OPTIONS)}) == len(others) + 1
     named = {name for one in changed for name in one}
@@ -144,7 +177,7 @@ def test_without_the_cache_nothing_is_read_or_written(folder: Path, searches: li
 
 
 def test_ranks_that_are_elsewhere_have_another_plan(
-    searches: list[TrainGraph], monkeypatch: pytest.MonkeyPatch
+    folder: Path, searches: list[TrainGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plan() -> None:
         layers = {"0": "colwise", "2": "rowwise"}
@@ -156,6 +189,11 @@ def test_ranks_that_are_elsewhere_have_another_plan(
     monkeypatch.setattr(kept_plans, "numbers_in", lambda group: [0, 8])  # on another node: slower to reach
     plan()
     assert len(searches) == 2
+    files = {*folder.iterdir()}
+    monkeypatch.setattr(kept_plans, "ranks_in", lambda group: None)  # nothing is known of them
+    plan()
+    assert len(searches) == 3
+    assert {*folder.iterdir()} == files
 
 
 def _cut(text: str) -> str:
@@ -213,14 +251,32 @@ def test_a_plan_that_does_not_hold_is_made_anew(
     assert roamc.load_plan(file) == planned.plan
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_hinders_nothing(
-    folder: Path, caplog: pytest.LogCaptureFixture
+def _no_home() -> Path:
+    raise RuntimeError("there is no home folder")
+
+
+def _locked(path: Path) -> bool:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+@pytest.mark.parametrize("fault", ["a file in its place", "no home", "may not be entered", "a link to nowhere in it"])
+def test_a_folder_that_is_of_no_use_hinders_nothing(
+    fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder.write_text("a file")
-    with caplog.at_level(logging.WARNING, "roamc"):
-        planned = kept_plans.run(_graph(8), OPTIONS)
-    assert planned.plan == search.run(_graph(8), OPTIONS).plan
-    assert f"the plan of {planned.plan.name} is not kept: " in caplog.text
+    expected = search.run(_graph(8), OPTIONS).plan
+    if fault == "a file in its place":
+        folder.write_text("a file")
+    elif fault == "no home":
+        monkeypatch.setattr("roamc.files.plans_folder", _no_home)
+    elif fault == "may not be entered":
+        monkeypatch.setattr(Path, "is_file", _locked)
+    else:
+        folder.mkdir()
+        (folder / "link.json").symlink_to("nowhere")
+    with caplog.at_level(logging.INFO, "roamc"):
+        assert kept_plans.run(_graph(8), OPTIONS).plan == expected
+    assert ("is not kept: " in caplog.text) == (fault == "a file in its place")
+    assert ("is refused: [Errno 13]" in caplog.text) == (fault == "may not be entered")
 
 
 def test_the_plans_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
