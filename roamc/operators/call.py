@@ -43,7 +43,9 @@ def tensor_at(call: Call, position: int) -> torch.Tensor:
     Raises:
         StopIteration: the argument is no tensor.
     """
-    return next(tensors_in(fakes(call.args[position])))
+    value = call.args[position]
+    parts = value if isinstance(value, list | tuple) else (value,)
+    return next(tensor for part in parts for tensor in tensors_in(fakes(part)))
 
 
 def broadcast_elements(call: Call) -> int:
