@@ -232,7 +232,7 @@ def within(
         if least is not None and kept and more == math.inf and low < high <= target:
             left = seconds - added + least(high)
             away = high - _lowest_with(least, left, low, high, int(highest * effort.left_share))
-            share = max(away, highest * effort.left_share) / (high - low)
+            share = max(away, highest * effort.left_share / 2) / (high - low)
     return kept
 
 
