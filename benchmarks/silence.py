@@ -68,16 +68,13 @@ class Silence:
 
 def measure(command: Sequence[str]) -> Silence:
     """Run a command and time its lines on stderr; its stdout is read by nobody."""
-    begun, quiet = time.monotonic(), subprocess.DEVNULL
-    with (
-        tempfile.TemporaryDirectory() as cache,  # without plans of earlier runs
-        subprocess.Popen(
-            command, stdout=quiet, stderr=subprocess.PIPE, env={**os.environ, "XDG_CACHE_HOME": cache}
-        ) as process,
-    ):
-        assert process.stderr is not None
-        times = [0.0, *(time.monotonic() - begun for _ in process.stderr)]
-        code = process.wait()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as cache:  # without plans of earlier runs
+        env = {**os.environ, "XDG_CACHE_HOME": cache}
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env) as process:
+            assert process.stderr is not None
+            times = [0.0, *(time.monotonic() - begun for _ in process.stderr)]
+            code = process.wait()
     times.append(time.monotonic() - begun)
     longest, at = max((after - before, before) for before, after in pairwise(times))
     return Silence(longest, at, times[-1], len(times) - 2, code)

@@ -341,6 +341,10 @@ def node_of(tensor: torch.Tensor) -> fx.Node | None:
     return node
 
 
+RECOMPUTATION_MARKS = ("recompute", "ac_graph_id")
+"""Entries of ``node.meta`` by which a region of checkpointing says what is to run again."""
+
+
 @contextlib.contextmanager
 def checkpoints_followed() -> Iterator[None]:
     """Within this context, number the selective checkpoints that are traced, and refuse reentrant checkpoints.
@@ -368,7 +372,7 @@ def checkpoints_followed() -> Iterator[None]:
         return super(Region, self).__enter__()
 
     def leave(self: Any, *error: Any) -> Any:
-        for mark in ("recompute", "ac_graph_id"):
+        for mark in RECOMPUTATION_MARKS:
             fx.traceback.current_meta.pop(mark, None)
         return super(Region, self).__exit__(*error)
 

@@ -129,10 +129,6 @@ class Choice:
         """
         return tuple(self.decision(one, one.peak_bytes) for one in self.search.lowest())
 
-    def least_seconds(self, peak_bytes: Bytes) -> Seconds:
-        """Return a lower bound on the time that any choice adds which has at most so many live bytes."""
-        return float(self.search.bounds.seconds(peak_bytes))
-
     def least_bytes(self, seconds: Seconds, needed_bytes: Bytes, tolerance: Bytes) -> Bytes:
         """Return a lower bound on the live bytes, workspace included, of any choice that adds at most ``seconds``.
 

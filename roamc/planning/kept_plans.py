@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from roamc import cost, files, ticker
+from roamc.compat import RECOMPUTATION_MARKS
 from roamc.compat_eager import kernel_settings
 from roamc.compat_groups import has_symmetric_memory, is_planned_for, numbers_in, ranks_in
 from roamc.cost import products
@@ -42,9 +43,6 @@ WORTH: Seconds = 1.0
 
 MOST = 100
 """Plans that are kept, of about 50 kB to 1 MB each: those that were used last."""
-
-MARKS = ("recompute", "ac_graph_id")
-"""Entries of ``node.meta`` by which a user asks for recomputation."""
 
 BESIDE = ("cache", "max_plans", "plan", "profile", "strict", "tune")
 """Options that no plan depends on, or that count by what they name."""
@@ -92,7 +90,10 @@ def _of_graph(graph: TrainGraph) -> tuple[object, ...]:
     """What plans depend on in the graph: what is marked at its nodes, and eager's bytes, are no part of its hash."""
     ports = [(port.role.value, int(port.phase), port.overwritten) for port in (*graph.inputs, *graph.outputs)]
     marks = [
-        (node.name, mark, str(node.meta[mark])) for node in graph.graph.nodes for mark in MARKS if mark in node.meta
+        (node.name, mark, str(node.meta[mark]))
+        for node in graph.graph.nodes
+        for mark in RECOMPUTATION_MARKS
+        if mark in node.meta
     ]
     memory = build_memory(graph)
     live = eager_live_bytes(memory)

@@ -277,7 +277,7 @@ class PlanSearch:
         # With codecs that have an error the search goes other ways, at the end of which may stand more bytes.
         for first in (False, True) if self.options.codecs else (False,):
             attempt = self._attempts(layouts, choice, first=first, enough=seconds)
-            for tried in budget_search.within(attempt, bound, highest, seconds, effort, choice.least_seconds):
+            for tried in budget_search.within(attempt, bound, highest, seconds, effort, choice.search.bounds.seconds):
                 least = tried.asked_bytes + cost.objects(tried.asked_bytes)
                 if best is not None and least >= best.plan.needed_bytes:
                     break  # this one and those behind it can hardly need less

@@ -219,7 +219,7 @@ class _Attempt:
             OtherStepError: a rank runs other collectives than the first, or runs a step that it has planned; raised on
                 all ranks of the group.
         """
-        own = ("cache", "profile")  # that may be a path
+        own = ("cache", "profile")  # each rank's own; a profile may be a path
         fields = (item.name for item in dataclasses.fields(self.asked) if item.name not in own)
         options = {name: repr(getattr(self.asked, name)) for name in fields}
         mine = {**options, "roamc": __version__, "torch": torch.__version__}

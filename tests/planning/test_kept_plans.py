@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import roamc
@@ -28,6 +27,7 @@ from roamc.planning.plan import KEPT, Plan
 from roamc.planning.planned import Planned
 from roamc.report.text import show_plan
 from tests.graphs import captured_step, joint_graph
+from tests.small_models import small_net, square
 
 
 @pytest.fixture(autouse=True)
@@ -52,18 +52,8 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[TrainGraph]:
     return graphs
 
 
-def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-
-
-def _loss(model: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = model(x).square().mean()
-    return result
-
-
 def _graph(rows: int = 2048) -> TrainGraph:
-    return captured_step(_net(), [torch.randn(rows, 16)], _loss).graph
+    return captured_step(small_net(), [torch.randn(rows, 16)], square).graph
 
 
 OPTIONS = Options(memory_budget=0, profile="cpu")
@@ -90,9 +80,9 @@ def test_the_plan_of_an_earlier_run_is_the_plan(
 
 
 def test_a_step_by_a_kept_plan_has_the_same_bits(searches: list[TrainGraph]) -> None:
-    x, models = torch.randn(2048, 16), [_net(), _net()]
+    x, models = torch.randn(2048, 16), [small_net(), small_net()]
     for model in models:
-        step = roamc.train_step(model, _loss, torch.optim.AdamW(model.parameters()), memory_budget="70%")
+        step = roamc.train_step(model, square, torch.optim.AdamW(model.parameters()), memory_budget="70%")
         for _ in range(3):
             step(x)
     assert len(searches) == 1
@@ -103,7 +93,7 @@ def test_torch_compile_takes_a_kept_plan(searches: list[TrainGraph]) -> None:
     x = torch.randn(2048, 16)
     for _ in range(2):
         torch.compiler.reset()
-        torch.compile(_net(), backend="roamc", options={"memory_budget": "80%"})(x).sum().backward()
+        torch.compile(small_net(), backend="roamc", options={"memory_budget": "80%"})(x).sum().backward()
     assert len(searches) == 1
 
 
@@ -121,7 +111,7 @@ def _marked(graph: TrainGraph) -> TrainGraph:
 def _with_lists(graph: TrainGraph) -> TrainGraph:
     """The same step, of 8 rows, with an optimizer of which eager holds lists of tensors."""
     foreach = functools.partial(torch.optim.AdamW, foreach=True)
-    other = captured_step(_net(), [torch.randn(8, 16)], _loss, foreach).graph
+    other = captured_step(small_net(), [torch.randn(8, 16)], square, foreach).graph
     assert fingerprint(other) == fingerprint(graph)
     return other
 
@@ -136,7 +126,9 @@ def test_what_a_plan_depends_on_names_its_file(monkeypatch: pytest.MonkeyPatch) 
     others = [kept_plans.file_for(graph, dataclasses.replace(OPTIONS, **one)) for one in changed]
     graphs = (_graph(1024), _overwritten(graph), _marked(graph), small := _graph(8), _with_lists(small))
     graphs += (graph.replace(in_flight=2), graph.replace(sums=True), graph.replace(notes=("a note",)))
-    others += [kept_plans.file_for(each, OPTIONS) for each in (*graphs, joint_graph(_net(), [torch.randn(2048, 16)]))]
+    others += [
+        kept_plans.file_for(each, OPTIONS) for each in (*graphs, joint_graph(small_net(), [torch.randn(2048, 16)]))
+    ]
     profile = dataclasses.replace(cost.load_profile("cpu", "cpu"), bandwidth=1e9)
     for place, value in {
         "roamc.cost.load_profile": lambda *_: profile,
@@ -181,7 +173,7 @@ def test_ranks_that_are_elsewhere_have_another_plan(
 ) -> None:
     def plan() -> None:
         layers = {"0": "colwise", "2": "rowwise"}
-        roamc.plan(_net(), torch.randn(64, 16), forward_backward=True, mesh={"tp": 2}, tp_plan=layers)
+        roamc.plan(small_net(), torch.randn(64, 16), forward_backward=True, mesh={"tp": 2}, tp_plan=layers)
 
     for _ in range(2):
         plan()
@@ -299,7 +291,7 @@ def test_planning_that_takes_no_time_is_not_kept(folder: Path, monkeypatch: pyte
     assert not folder.exists()
 
 
-def test_the_graph_is_left_as_it_was_where_a_kept_plan_is_refused(folder: Path) -> None:
+def test_the_graph_is_left_as_it_was_where_a_kept_plan_is_taken(folder: Path) -> None:
     graph = _graph()
     kept_plans.run(copied(graph), OPTIONS)
     before = [(node.name, node.args) for node in graph.graph.nodes]
