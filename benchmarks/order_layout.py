@@ -33,9 +33,9 @@ import numpy as np
 from benchmarks._measure import fresh, save
 from benchmarks.planning_models import COMPILED, KINDS, MODELS, choices, graph, normalized
 from benchmarks.rivals import Missing, eager, inductor, lescea, model_ilp, supermalloc, xla
-from benchmarks.rivals.caching_allocator import peak_reserved
 from benchmarks.rivals.precedence import is_legal
 from roamc.budget import NO_TIME
+from roamc.cost.caching_allocator import peak_reserved
 from roamc.graph.memory import input_bytes
 from roamc.options import Options
 from roamc.planning import search

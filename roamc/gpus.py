@@ -110,6 +110,9 @@ LIBRARIES: Bytes = 64 * MIB
 ROUNDING = 0.02
 """Share of what lies with torch's caching allocator that it loses to whole blocks of 2 and 20 MiB; not of an arena."""
 
+ROUNDED = "allocator rounding"
+"""Name of that part of the margin."""
+
 NCCL: Bytes = 512 * MIB
 """Buffers and channels of one communicator of NCCL."""
 
@@ -130,7 +133,7 @@ def margin(fixed: Bytes, apart: Bytes, groups: int) -> dict[str, Bytes]:
     parts = {
         "CUDA context": CONTEXT,
         "library workspaces": LIBRARIES,
-        "allocator rounding": rounding(fixed) + rounding(apart),
+        ROUNDED: rounding(fixed) + rounding(apart),
         "NCCL": groups * NCCL,
     }
     return {name: size for name, size in parts.items() if size}

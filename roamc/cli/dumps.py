@@ -18,7 +18,7 @@ from roamc.capture.moved import device_of
 from roamc.capture.optimizers import fresh_state, rule_for
 from roamc.cli.asked import Request
 from roamc.cli.words import NO_OPTIMIZER, settings_in
-from roamc.errors import CaptureError, DumpError, OptionError, nearest
+from roamc.errors import DumpError, OptionError, nearest
 from roamc.frontends.mesh import parse_mesh
 from roamc.frontends.workload import OPTIMIZERS, Workload
 from roamc.graph import TrainGraph, copied, placeholders
@@ -77,9 +77,8 @@ def graph_in(request: Request) -> TrainGraph:
     """Return the graph of a step from a file: the one that is asked for, else the one that needs most.
 
     Raises:
-        DumpError: the file has no graph that can be read, or it leaves a size open.
+        DumpError: the file has no graph that can be read or planned, or it leaves a size open.
         OptionError: it has no such graph, or a setting is no size of it.
-        CaptureError: an operator of the graph cannot be planned.
     """
     dump, others = _dump(request)
     _check_sizes(request, (dump, *others))
@@ -126,7 +125,7 @@ def _counted(
         ticker.say(f"reading graph {dump.piece}")
         try:
             graph, shared = _graph_of(request, dump)
-        except (DumpError, CaptureError) as error:
+        except DumpError as error:
             if not pieces:  # the one with most operators: what the others need says little
                 raise
             pieces.append(Piece(dump.piece, dump.frame, dump.statements, str(error)))

@@ -19,10 +19,10 @@ from typing import Any
 from roamc import decode, files
 from roamc.budget import LIGHT, NO_TIME
 from roamc.errors import PlanError
-from roamc.gpus import rounding
+from roamc.gpus import ROUNDED, rounding
 from roamc.units import LARGEST, Bytes, Seconds, format_apart, format_bytes, format_parts, format_seconds
 
-FORMAT = 12
+FORMAT = 13
 """Version of the JSON form; increased when a reader of an older version could misread it."""
 
 KEPT = "kept plan"
@@ -58,6 +58,9 @@ class Plan:
         baseline_bytes: live bytes of eager PyTorch at its worst step of the same graph.
         baseline_needed_bytes: what eager PyTorch takes at its worst step, counted as ``needed_bytes`` is. Shares such
             as "80%" are of this.
+        baseline_lost_bytes: what torch's caching allocator needs on a GPU beyond the bytes of eager's step and of what
+            the caller holds, by rounding and fragmentation, as :mod:`roamc.cost.caching_allocator` simulates two steps
+            on a GPU that is full; 0 on a CPU.
         in_flight: micro-batches of a pipeline, or calls of a module before one backward, that are in flight:
             ``needed_bytes`` and ``baseline_needed_bytes`` count all of them, and other numbers the one that runs; 1
             elsewhere.
@@ -91,6 +94,7 @@ class Plan:
     bound_bytes: Bytes
     baseline_bytes: Bytes
     baseline_needed_bytes: Bytes
+    baseline_lost_bytes: Bytes
     in_flight: int
     step_seconds: Seconds
     added_seconds: Seconds
@@ -119,19 +123,22 @@ class Plan:
 
     @property
     def baseline_total_bytes(self) -> Bytes:
-        """Bytes of the whole process that runs the same step with eager PyTorch, counted as :attr:`total_bytes` is."""
-        return self.total_bytes + self.limited_bytes(total=True, eager=True) - self.limited_bytes(total=True)
+        """Bytes of the whole process that runs the same step with eager PyTorch, counted as :attr:`total_bytes` is.
 
-    def limited_bytes(self, *, total: bool, eager: bool = False) -> Bytes:
+        On a GPU with what torch's allocator was simulated to lose, in place of the share of it in the margin.
+        """
+        margin = sum(size for name, size in self.margin_bytes.items() if name != ROUNDED)
+        return sum(self.fixed_bytes.values()) + self.baseline_needed_bytes + margin + self.baseline_lost_bytes
+
+    def limited_bytes(self, *, total: bool) -> Bytes:
         """Return what a budget is compared with: ``needed_bytes``.
 
         Args:
             total: whether the budget is what a total leaves to the step. On a GPU, what torch's caching allocator
                 loses of what the step holds outside its arena is then counted as well.
-            eager: whether to count eager PyTorch's step, which has no arena, in place of the plan's.
         """
-        needed, arena = (self.baseline_needed_bytes, 0) if eager else (self.needed_bytes, self.arena_bytes)
-        return needed + rounding(needed - arena if total and self.margin_bytes else 0)
+        apart = self.needed_bytes - self.arena_bytes if total and self.margin_bytes else 0
+        return self.needed_bytes + rounding(apart)
 
     @property
     def fits(self) -> bool | None:
@@ -304,7 +311,9 @@ class Plan:
         """The total of the user's own loop, and its verdict."""
         total, room = self._beside_room(self.baseline_total_bytes)
         verdict = "" if self.baseline_fits is None else f"{_VERDICTS[self.baseline_fits]} {room}, "
-        return ("eager's total", total, f"{verdict}the same step as eager PyTorch runs it{self._left_out()}")
+        nbytes = self.baseline_lost_bytes
+        lost = f", {format_bytes(nbytes)} of it lost by its allocator" if nbytes else ""
+        return ("eager's total", total, f"{verdict}the same step as eager PyTorch runs it{lost}{self._left_out()}")
 
     def _margin_rows(self) -> tuple[tuple[str, str, str], ...]:
         if not self.margin_bytes:
@@ -431,8 +440,8 @@ _VERDICTS = {True: "fits", False: "does not fit"}
 
 _METRICS = (
     "total_bytes", "needed_bytes", "peak_bytes", "bound_bytes", "arena_bytes", "live_bytes", "least_bytes",
-    "baseline_bytes", "baseline_needed_bytes", "baseline_total_bytes", "budget_bytes", "room_bytes", "fragmentation",
-    "in_flight", "step_seconds", "added_seconds", "added_bound_seconds",
+    "baseline_bytes", "baseline_needed_bytes", "baseline_lost_bytes", "baseline_total_bytes", "budget_bytes",
+    "room_bytes", "fragmentation", "in_flight", "step_seconds", "added_seconds", "added_bound_seconds",
 )  # fmt: skip
 """The attributes that :meth:`Plan.metrics` has as they are."""
 

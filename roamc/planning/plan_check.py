@@ -43,7 +43,7 @@ TAKEN_OVER = {
 """Fields of a plan that are those of a decision; 0 where it has none."""
 
 
-COUNTED = ("baseline_bytes", "in_flight")
+COUNTED = ("baseline_bytes", "baseline_lost_bytes", "in_flight")
 """Fields of a plan that are counted from the captured graph."""
 
 

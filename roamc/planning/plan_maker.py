@@ -15,12 +15,14 @@ import torch
 
 from roamc import budget, cost
 from roamc.cost import utilisation
+from roamc.cost.caching_allocator import peak_reserved
 from roamc.errors import OptionError
 from roamc.gpus import Gpu
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes, of_eager
 from roamc.graph.in_flight import waiting_bytes
-from roamc.graph.memory import Int64s, MemoryModel, build_memory, input_bytes
+from roamc.graph.lifetimes import sizes, timeline
+from roamc.graph.memory import Int64s, MemoryModel, build_memory, held_storages, input_bytes
 from roamc.graph.ranks import planned_groups, with_same_plan
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
@@ -71,7 +73,8 @@ def prepared(
     most_threads = max(threads, torch.get_num_threads())  # a plan from elsewhere may be counted again for more
     needs = eager_needs(graph, memory, live, most_threads) + waiting_bytes(graph, memory, eager=True)
     products = utilisation.model_products(graph) if main_device(graph).type == "cuda" else {}
-    maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, products=products, room=options.room)
+    loses = eager_loses(graph, memory)
+    maker = PlanMaker(Runner(options, plan, deep), fingerprint, needs, loses, products=products, room=options.room)
     maker = maker.under(terms_of(graph, options.memory_budget, needs, options.room))
     state = State(graph, {}, {}, value_flow.read(graph, Numbers()), verify.constraints(graph))
     return maker, maker.runner.run(state, pipeline.same_for_all_budgets(pipeline.PIPELINE))
@@ -85,6 +88,20 @@ def eager_needs(graph: TrainGraph, memory: MemoryModel, live: Int64s, threads: i
     most = int((live + cost.workspaces(of_eager(memory).operators, threads, eager=True)).max(initial=0))
     own = cost.tensor_objects(memory, list(graph.graph.nodes), *eager_lifetimes(memory)).peak()
     return most + cost.objects(most, own)
+
+
+def eager_loses(graph: TrainGraph, memory: MemoryModel) -> Bytes:
+    """Return the bytes that torch's caching allocator needs on a GPU beyond those of eager's step and its inputs.
+
+    Of several micro-batches in flight, one runs; 0 on a CPU, where memory goes back to the system.
+    """
+    if main_device(graph).type != "cuda":
+        return 0
+    eager = of_eager(memory)
+    size, (born, dead) = sizes(eager.counted), eager_lifetimes(eager)
+    held = [storage.nbytes for _, _, storage in held_storages(graph) if storage.nbytes]
+    live = int(timeline(size, born, dead, len(eager.operators)).max(initial=0))
+    return peak_reserved(size, born, dead, held, full=True) - live - sum(held)
 
 
 def _check_device(graph: TrainGraph, options: Options) -> None:
@@ -165,6 +182,7 @@ class PlanMaker:
         fingerprint: hash of the captured graph.
         eager_needs: bytes that eager PyTorch takes at its worst step: workspaces, tensor objects and what other
             micro-batches in flight have saved included.
+        eager_loses: bytes that its allocator loses on a GPU.
         terms: the terms that plans are made for; their limit is the budget of the options.
         effort: limits of the search for a plan, and which differences it ignores.
         splits: whether pass overlap may split collectives.
@@ -176,6 +194,7 @@ class PlanMaker:
     runner: Runner
     fingerprint: str
     eager_needs: Bytes = 0
+    eager_loses: Bytes = 0
     terms: Terms = field(default=Terms(None))
     effort: Effort = EFFORT
     splits: bool = True
@@ -251,7 +270,8 @@ class PlanMaker:
         decided = self.runner.plan is None and retain.NAME in end.decisions
         codecs = self.options.codecs if decided else ()
         limit = self.options.limit_bytes
-        plan = plan_of(end, self.fingerprint, limit, step_seconds, self.eager_needs, self.effort, codecs, self.room)
+        eager = self.eager_needs, self.eager_loses
+        plan = plan_of(end, self.fingerprint, limit, step_seconds, *eager, self.effort, codecs, self.room)
         plan.seconds["verify"] = time.perf_counter() - begun  # type: ignore[index]
         return Planned(end.graph, plan)
 

@@ -92,6 +92,7 @@ def plan_of(
     limit: Bytes | None,
     step_seconds: Seconds,
     eager_needs: Bytes,
+    eager_loses: Bytes,
     effort: Effort = EFFORT,
     codecs: Collection[str] = (),
     room: Gpu | None = None,
@@ -104,6 +105,7 @@ def plan_of(
         limit: budget in bytes; 0 for the lowest peak, None for no limit.
         step_seconds: predicted time of a step in which nothing is recomputed.
         eager_needs: bytes that eager PyTorch takes at its worst step, see :attr:`Plan.baseline_needed_bytes`.
+        eager_loses: bytes that its allocator loses, see :attr:`Plan.baseline_lost_bytes`.
         effort: how far above its bound a peak may be and count as optimal.
         codecs: names of the codecs with an error that pass retain could decide on.
         room: what is to hold the whole process; None for nothing named.
@@ -134,6 +136,7 @@ def plan_of(
         bound_bytes=bound_bytes,
         baseline_bytes=graph.eager_bytes or 0,
         baseline_needed_bytes=eager_needs,
+        baseline_lost_bytes=eager_loses,
         in_flight=graph.in_flight,
         step_seconds=step_seconds,
         added_seconds=retain_decision.added_seconds,

@@ -52,6 +52,8 @@ def outcome(kind: str, path: Path, deriving: bool) -> str:
     except RoamcError as error:
         if "\n" in str(error):
             return f"several lines: {error}"
+        if path.name not in str(error):
+            return f"names no file: {error}"
         return type(error).__name__
     except Exception as error:  # of any kind: what the sweep looks for
         return f"FAULT {type(error).__name__}: {str(error)[:200]}"
@@ -93,7 +95,7 @@ def main() -> int:
                 said = outcome(kind, path, deriving)
             seconds = time.process_time() - start
             counts[said.split(":")[0]] += 1
-            if said.startswith(("FAULT", "several")) or seconds > SECONDS:
+            if said.startswith(("FAULT", "several", "names no file")) or seconds > SECONDS:
                 faults += 1
                 print(f"{kind} {seed}: {seconds:.1f} s, {said}", flush=True)
             slowest = max(slowest, seconds)

@@ -115,7 +115,10 @@ class Exported(nn.Module):
             return None
         operator = names.operator_of(target)
         if operator is None:
-            self._fail(f"unknown operator {target[:80]!r}; roamc plans those of ATen and prims, and no torch.library")
+            self._fail(
+                f"unknown operator {target[:80]!r}: roamc plans those of ATen and prims, and the gradient of any other "
+                "is not in an archive; a log that TORCH_TRACE writes of a training step has it"
+            )
         return operator
 
     def _geometry(self, said: Geometry) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -198,8 +201,8 @@ class Exported(nn.Module):
                 return names.number(each.target.removeprefix("_"), args)
             names.check_results(operator, args, kwargs)
             return operator(*args, **kwargs)
-        except RoamcError:
-            raise
+        except RoamcError as error:
+            self._fail(str(error))
         except Exception as error:  # whatever a kernel on fake tensors raises
             reason = str(error).partition("\n")[0][:200]
             self._fail(f"{each.target} refuses its arguments: {reason or type(error).__name__}")

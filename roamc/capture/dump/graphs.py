@@ -41,8 +41,7 @@ def train_graph(dump: Dump, name: str, sizes: Mapping[str, int], device: torch.d
         device: a GPU to plan for where the file is of a CPU; None for the file's own.
 
     Raises:
-        DumpError: the graph names what is not known, or contradicts itself.
-        CaptureError: an operator of the graph cannot be planned.
+        DumpError: the graph names what is not known, or contradicts itself, or an operator of it cannot be planned.
     """
     moved = device is not None and device.type == "cuda" and device_in(dump).type == "cpu"
     builder = Builder(Sizes(sizes, str(dump.path)), str(dump.path), device if moved else None)
@@ -51,8 +50,10 @@ def train_graph(dump: Dump, name: str, sizes: Mapping[str, int], device: torch.d
     dump = dump.of_tensors()
     try:
         graph, more = _stitched(builder, dump, shared, name)
-    except RoamcError:
+    except DumpError:
         raise
+    except RoamcError as error:
+        raise DumpError(f"{dump.path}: {error}") from error
     except Exception as error:  # of any kind: an operator on tensors that the file has otherwise than torch derives
         reason = str(error).partition("\n")[0][:200]
         raise DumpError(f"{dump.path}: the graph contradicts itself: {reason or type(error).__name__}") from error

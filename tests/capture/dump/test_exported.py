@@ -34,7 +34,7 @@ def loss(model: torch.nn.Module, *batch: Any) -> Any:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 @pytest.mark.parametrize(
-    "name", ["mixed", "nanogpt", "nanogpt-dropout", "lstm", "gated", "written", "resnet50", "mobilenetv2"]
+    "name", ["mixed", "nanogpt", "nanogpt-dropout", "lstm", "frozen", "gated", "written", "resnet50", "mobilenetv2"]
 )
 def test_an_archive_gives_the_plan_of_its_model(name: str, optimizer: str, tmp_path: Path) -> None:
     model, batch = archives.make(name)
@@ -43,12 +43,16 @@ def test_an_archive_gives_the_plan_of_its_model(name: str, optimizer: str, tmp_p
     assert bytes_of(workload(path, make)) == bytes_of(Workload("model", model, batch, loss, make))
 
 
+@pytest.mark.parametrize("optimizer", [None, "sgd", "adam", "adamw"])
 @pytest.mark.parametrize("name", EXPORTED_OTHERWISE)
-def test_an_archive_gives_the_plan_of_the_program_that_was_exported(name: str, tmp_path: Path) -> None:
+def test_an_archive_gives_the_plan_of_the_program_that_was_exported(
+    name: str, optimizer: str | None, tmp_path: Path
+) -> None:
     model, batch = archives.make(name)
     path = save(tmp_path / "model.pt2", model, batch)
     program = torch.export.export(model, batch).module()
-    assert bytes_of(workload(path)) == bytes_of(Workload("model", program, batch, loss))
+    make = OPTIMIZERS[optimizer] if optimizer else None
+    assert bytes_of(workload(path, make)) == bytes_of(Workload("model", program, batch, loss, make))
 
 
 def test_sizes_are_those_that_are_asked_for(tmp_path: Path) -> None:

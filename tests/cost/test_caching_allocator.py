@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.rivals.caching_allocator import KIB, MIB, Block, CachingAllocator, peak_reserved, segment_bytes
+from roamc.cost.caching_allocator import KIB, MIB, Block, CachingAllocator, peak_reserved, segment_bytes
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,22 @@ def test_fragmentation_of_a_default_segment_shows_in_the_reserved_bytes() -> Non
     assert peak_reserved(mebibytes, born, dead, expandable=True) == 60 * MIB
 
 
+def test_a_full_device_gets_free_segments_back_before_a_new_one_is_taken() -> None:
+    mebibytes = np.array([12, 16, 20, 3], dtype=np.int64) * MIB
+    born, dead = np.array([0, 0, 1, 1]), np.array([1, 2, 2, 1])  # the last one is never made
+    assert peak_reserved(mebibytes, born, dead, [11 * MIB, 1]) == (12 + 2 + 48) * MIB
+    assert peak_reserved(mebibytes, born, dead, [11 * MIB, 1], full=True, iterations=1) == (12 + 2 + 36) * MIB
+
+
 def test_a_second_iteration_meets_the_pools_of_the_first() -> None:
     sizes, born, dead = np.array([12 * MIB, 11 * MIB]), np.array([0, 1]), np.array([1, 2])
     assert peak_reserved(sizes, born, dead, iterations=1) == peak_reserved(sizes, born, dead) == 12 * MIB
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-def test_blocks_never_overlap_and_everything_joins_again(expandable: bool) -> None:
+@pytest.mark.parametrize(("expandable", "full"), [(False, False), (True, False), (False, True)])
+def test_blocks_never_overlap_and_everything_joins_again(expandable: bool, full: bool) -> None:
     rng = random.Random(5)
-    allocator = CachingAllocator(expandable=expandable)
+    allocator = CachingAllocator(expandable=expandable, full=full)
     live: list[Block] = []
     for _ in range(2000):
         if live and rng.random() < 0.5:

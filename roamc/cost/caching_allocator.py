@@ -3,7 +3,8 @@
 After c10/cuda/CUDACachingAllocator.cpp at its default settings, one stream. Sizes are rounded up to 512 bytes.
 Requests up to 1 MiB are served from a pool of 2 MiB segments; larger ones from a pool whose segments have
 20 MiB, or from 10 MiB on the request rounded up to 2 MiB. The smallest free block that is large enough is
-taken and, if enough is left over, split; free neighbours within a segment join. Segments stay for good.
+taken and, if enough is left over, split; free neighbours within a segment join. Segments stay, until the device has no
+more: then all that are free go back to it.
 
 With ``expandable`` a pool is a single segment, of which pages (2 MiB, or 20 MiB in the large pool) are mapped
 at its end when nothing free is large enough:
@@ -18,6 +19,7 @@ of equal size only.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from roamc.graph.memory import Int64s
@@ -62,12 +64,18 @@ class Pool:
 
 
 class CachingAllocator:
-    """Allocates and frees; :attr:`reserved` is what it has taken from the device, which only grows."""
+    """Allocates and frees; :attr:`reserved` is what it has taken from the device.
 
-    def __init__(self, *, expandable: bool = False) -> None:
-        self.expandable = expandable
+    Args:
+        expandable: as with ``expandable_segments:True``.
+        full: whether free segments go back before each new one, as on a device that has no more.
+    """
+
+    def __init__(self, *, expandable: bool = False, full: bool = False) -> None:
+        self.expandable, self.full = expandable, full
         self.reserved: Bytes = 0
         self.allocated: Bytes = 0
+        self._end: Bytes = 0
         self._small, self._large = Pool(True, [], {}), Pool(False, [], {})
 
     def allocate(self, size: Bytes) -> Block:
@@ -108,9 +116,20 @@ class CachingAllocator:
         return fitting[0] if fitting else None
 
     def _segment(self, pool: Pool, size: Bytes) -> Block:
-        block = Block(self.reserved, segment_bytes(size), pool)
+        if self.full:
+            self._give_back()
+        block = Block(self._end, segment_bytes(size), pool)
+        self._end += block.size
         self.reserved += block.size
         return block
+
+    def _give_back(self) -> None:
+        """Return segments of which nothing is in use."""
+        for pool in (self._small, self._large):
+            whole = [block for block in pool.at.values() if block.before is None and block.after is None]
+            for block in whole:
+                pool.remove(block)
+                self.reserved -= block.size
 
     def _expand(self, pool: Pool, size: Bytes) -> Block:
         """Map pages behind the end of the pool's segment, which the last free block joins."""
@@ -150,21 +169,33 @@ def segment_bytes(size: Bytes) -> Bytes:
     return LARGE_SEGMENT if size < LARGE_REQUEST else _round_up(size, ROUND_LARGE)
 
 
-def peak_reserved(size: Int64s, born: Int64s, dead: Int64s, *, expandable: bool = False, iterations: int = 2) -> Bytes:
-    """Bytes that the allocator has reserved after some training steps.
+def peak_reserved(
+    size: Int64s,
+    born: Int64s,
+    dead: Int64s,
+    held: Iterable[Bytes] = (),
+    *,
+    expandable: bool = False,
+    full: bool = False,
+    iterations: int = 2,
+) -> Bytes:
+    """Return the most bytes that the allocator has reserved in some training steps.
 
     Args:
-        size: bytes of every storage; none has a block if 0.
-        born: the step of the schedule that allocates it, before it frees anything.
-        dead: the step behind its last; freed when step ``dead - 1`` has run.
-        expandable: as with ``expandable_segments:True``.
+        size: int64[k], bytes of every storage; none has a block if 0.
+        born: int64[k], the step of the schedule that allocates it, before it frees anything.
+        dead: int64[k], the step after its last; freed when step ``dead - 1`` has run, never made if ``dead == born``.
+        held: sizes above 0 of what is there before, and stays.
+        expandable: as for :class:`CachingAllocator`.
+        full: as for :class:`CachingAllocator`: about the least with which the steps run at all.
         iterations: how often the whole schedule runs; the first may leave the pools in another state.
     """
-    allocator = CachingAllocator(expandable=expandable)
-    events = sorted(
-        [(int(first), 0, row) for row, first in enumerate(born) if size[row]]
-        + [(int(end) - 1, 1, row) for row, end in enumerate(dead) if size[row]]
-    )
+    allocator = CachingAllocator(expandable=expandable, full=full)
+    for nbytes in held:
+        allocator.allocate(nbytes)
+    rows = [row for row in range(len(size)) if size[row] and dead[row] > born[row]]
+    events = sorted([(int(born[row]), 0, row) for row in rows] + [(int(dead[row]) - 1, 1, row) for row in rows])
+    most = allocator.reserved
     for _ in range(iterations):
         blocks: dict[int, Block] = {}
         for _, frees, row in events:
@@ -172,7 +203,8 @@ def peak_reserved(size: Int64s, born: Int64s, dead: Int64s, *, expandable: bool 
                 allocator.free(blocks.pop(row))
             else:
                 blocks[row] = allocator.allocate(int(size[row]))
-    return allocator.reserved
+                most = max(most, allocator.reserved)
+    return most
 
 
 def _join(first: Block, second: Block) -> Block:
