@@ -93,7 +93,7 @@ $(VENV)/.ready: setup.py constraints.txt
 	@echo "Setting up $(VENV) with $(PYTHON): once, some minutes, most of them for PyTorch"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/;/^setuptools==/d;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt setuptools numba ortools
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt "setuptools>=77" numba ortools
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation \
 		-e ".[test,bench,dev,docs]"
 	@touch $@

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,13 +99,13 @@ def _labels(net: nn.Module, idx: Tensor) -> Tensor:
     return loss
 
 
-def _gpt(quick: bool) -> Blocked:
+def _gpt(quick: bool, sizes: Sequence[int] = (6, 384, 6, 16, 256, 128)) -> Blocked:
     from tests.models import NanoGPT
 
-    layers, width, batch, length = (2, 48, 2, 32) if quick else (6, 384, 16, 256)
-    net = NanoGPT(vocab=128, width=width, heads=6, layers=layers)
+    layers, width, heads, batch, length, vocab = (2, 48, 6, 2, 32, 128) if quick else sizes
+    net = NanoGPT(vocab=vocab, width=width, heads=heads, layers=layers)
     net.places = nn.Embedding(length, width)
-    return Blocked(Training(net, next_token), (_tokens(batch, length, 128),), ("net.blocks",))
+    return Blocked(Training(net, next_token), (_tokens(batch, length, vocab),), ("net.blocks",))
 
 
 def _bert(quick: bool) -> Blocked:
@@ -121,10 +121,10 @@ def _bert(quick: bool) -> Blocked:
     )
 
 
-def _llama(quick: bool) -> Blocked:
+def _llama(quick: bool, sizes: Sequence[int] = (4, 384, 16, 128, 8192)) -> Blocked:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    layers, width, batch, length, vocab = (2, 48, 2, 32, 64) if quick else (4, 384, 16, 128, 8192)
+    layers, width, batch, length, vocab = (2, 48, 2, 32, 64) if quick else sizes
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
         num_attention_heads=6, num_key_value_heads=2,
@@ -143,7 +143,14 @@ def _resnet50(quick: bool) -> Blocked:
     return Blocked(Training(ResNetForImageClassification(config), class_loss), (pixels, labels), stages)
 
 
-BLOCKED: dict[str, Callable[[bool], Blocked]] = {"gpt": _gpt, "bert": _bert, "llama": _llama, "resnet50": _resnet50}
+BLOCKED: dict[str, Callable[[bool], Blocked]] = {
+    "gpt": _gpt,
+    "bert": _bert,
+    "llama": _llama,
+    "resnet50": _resnet50,
+    "llama-long": functools.partial(_llama, sizes=(6, 384, 16, 256, 8192)),
+    "gpt-vocabulary": functools.partial(_gpt, sizes=(4, 256, 4, 8, 256, 32768)),
+}
 
 
 def make(name: str, *, quick: bool = False) -> Blocked:

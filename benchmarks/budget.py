@@ -1,6 +1,7 @@
 """Step time against measured peak: activations dropped under a budget, by roamc, by torch.compile and by hand.
 
-    python -m benchmarks.budget [--models gpt,bert] [--rows eager,optimize@300MB] [--rounds N] [--falling] [--quick]
+    python -m benchmarks.budget [--models gpt,bert] [--rows eager,optimize@300MB] [--rounds N]
+        [--processes N | --falling] [--quick]
 
 Peaks are measured as in :mod:`benchmarks.peak`: in a fresh process, counted under malloc over the whole third step,
 above parameters, optimizer state and batch. Values are compared there as well: loss and gradients of the first step,
@@ -10,6 +11,8 @@ ratio is taken within its round, and the median over rounds is quoted, beside th
 processor seconds: what else runs on the machine counts little. roamc plans with a shipped profile, so that the plans
 are the same on every machine.
 
+With ``--processes`` the default and what it stands beside, of two more models too: every program of a round runs in
+that many processes, one after the other, and medians are of theirs.
 With ``--falling`` roamc alone under ten budgets, each lower than the one before: whether peaks fall and times rise.
 """
 
@@ -44,6 +47,10 @@ FAST = {"llama": ("train_step+fast", "train_step+fast@130MB")}
 SHARES = ("+1%", "70%", "50%", "30%", "min")
 FALLING = (*(f"{share}%" for share in range(100, 10, -10)), "min")
 ROUNDS = 9
+
+SEVERAL = (*MODELS, "llama-long", "gpt-vocabulary")
+DEFAULTS = tuple(f"{route}{way}" for route in ("optimize", "train_step") for way in ("", "@+1%", "+freed@+1%", "+fast"))
+"""Programs that are timed in several processes, beside eager and torch.compile; the default is "@+1%"."""
 
 
 def rows_of(model: str) -> list[str]:
@@ -224,12 +231,34 @@ class Sheet:
                     self.found[row] |= _ratios(seconds, row, family)
                     print(f"{self.model:<9}{row:<18}{self.found[row]['time']}", flush=True)
 
+    def time_in(self, processes: int, rounds: int) -> None:
+        """Ratios of times to other rows: the median over processes of each row, and the least and most of them."""
+        runs = []
+        for number in range(processes):
+            with contextlib.ExitStack() as stack:
+                runs.append(race({row: stack.enter_context(self._racer(row)) for row in self.rows}, rounds))
+            least = ", ".join(f"{row} {min(runs[-1][row]):.3f} s" for row in self.rows)
+            print(f"{self.model:<9}process {number}: {least}", flush=True)
+        for row, result in self.found.items():
+            others = {other for other in ("eager", "inductor", *_parents(row)) if other in self.rows and other != row}
+            ratios = {other: sorted(ratio(run, row, other) for run in runs) for other in others}
+            result["processes"] = processes
+            result["times"] = {
+                other: {"median": statistics.median(values), "least": values[0], "most": values[-1]}
+                for other, values in sorted(ratios.items())
+            }
+
     def _racer(self, row: str) -> contextlib.AbstractContextManager[Callable[[str], float]]:
         return resident(__file__, "time", self.model, row, *self.common, str(self.folder), threads=1)
 
     def results(self) -> list[dict[str, Any]]:
         """The rows for the results file."""
         return [{"model": self.model, "kind": row, "threads": 1, **result} for row, result in self.found.items()]
+
+
+def _parents(row: str) -> tuple[str, ...]:
+    """The programs that one of :data:`DEFAULTS` is to be no slower than: with kept arena, with exact numerics."""
+    return row.partition("@")[0].partition("+")[0], row.replace("+freed", "")
 
 
 def _ratios(seconds: dict[str, list[float]], row: str, family: str) -> dict[str, Any]:
@@ -291,10 +320,11 @@ def _worker(kind: str, model: str, row: str, quick: str, profile: str, path: str
 def main() -> None:
     """Measure every model and program; print lines; write the results file; 1 if a budget was not kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", help="separated by commas; all of them unless given")
     parser.add_argument("--rows", help="programs, separated by commas; all of them unless given")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="0 measures no times")
     parser.add_argument("--profile", default="cpu", help="that roamc plans with: a file or the name of a shipped one")
+    parser.add_argument("--processes", type=int, default=0, help="the default alone, timed in so many")
     parser.add_argument("--falling", action="store_true", help="roamc alone, under ten budgets")
     parser.add_argument("--quick", action="store_true", help="tiny models; nothing is written")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
@@ -303,14 +333,18 @@ def main() -> None:
         _worker(*options.worker)
         return
     kept = True
+    models = options.models.split(",") if options.models else SEVERAL if options.processes else MODELS
+    file = "processes" if options.processes else "falling" if options.falling else "budget"
     with tempfile.TemporaryDirectory() as folder:
-        for model in options.models.split(","):
-            rows = options.rows.split(",") if options.rows else falling_rows() if options.falling else rows_of(model)
+        for model in models:
+            rows = ["eager", "inductor", "aot_eager", *DEFAULTS] if options.processes else rows_of(model)
+            rows = options.rows.split(",") if options.rows else falling_rows() if options.falling else rows
             sheet = Sheet(model, rows, options.quick, options.profile, Path(folder))
-            for measured in (sheet.measure, *(functools.partial(sheet.time, options.rounds),) * bool(options.rounds)):
+            timed = functools.partial(sheet.time_in, options.processes) if options.processes else sheet.time
+            for measured in (sheet.measure, *(functools.partial(timed, options.rounds),) * bool(options.rounds)):
                 measured()
                 if not options.quick:
-                    print(save("falling" if options.falling else "budget", sheet.results(), __doc__ or ""))
+                    print(save(file, sheet.results(), __doc__ or ""))
             kept &= not any(over_budget(row) for row in sheet.found.values() if "measured" in row)
     sys.exit(not kept)
 

@@ -28,7 +28,8 @@ from roamc.planning.plan import Plan
 from roamc.planning.planned import Planned
 
 FAMILIES = ("eager", "aot_eager", "inductor", "max-autotune", "optimize", "train_step")
-FAST = "fast"
+FAST, FREED = "fast", "freed"
+"""How roamc runs a program: with ``numerics="fast"``, or with ``idle_arena="free"``."""
 Look = Callable[[], None]
 
 
@@ -80,12 +81,14 @@ class Program:
 def build(name: str, work: Blocked, profile: str) -> Program:
     """The program called ``name`` over the model and batch of ``work``, which it owns from now on."""
     row, model = Name.parse(name), work.model
-    if row.how and row.how != FAST:
+    if row.how not in ("", FAST, FREED):
         wrap(work, row.how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     options = {"memory_budget": row.budget or NO_TIME, "profile": profile, "strict": True, "cache": False}
     if row.how == FAST:
         options["numerics"] = FAST
+    if row.how == FREED:
+        options["idle_arena"] = "free"
     if row.family == "train_step":
         whole = roamc.train_step(model, lambda net, *batch: net(*batch), optimizer, **options)
         return Program(lambda look: whole(*work.batch), model, lambda: whole.plans)

@@ -7,7 +7,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import budget, gpu_table, kept, order_layout, planning, retain_rivals, seeds_table, shard_table, summary
+from benchmarks import (
+    budget,
+    gpu_table,
+    kept,
+    order_layout,
+    planning,
+    processes_table,
+    retain_rivals,
+    seeds_table,
+    shard_table,
+    summary,
+)
 from benchmarks._measure import HERE, RESULTS
 from benchmarks.summary import Cells, Rows, markdown, megabytes
 from roamc.operators.gpu.ahead import TARGETS
@@ -534,6 +545,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Rows], list[str]]], ...] = (
     ("fuse", "Fused operators on a CPU", _groups),
     ("kernels", "Kernels of a GPU", _kernels),
     ("budget", "Under a budget", _budget),
+    ("processes", "The default in several processes", processes_table.programs),
     ("falling", "Falling budgets", _falling),
     ("kept", "Whether budgets are kept", _kept),
     ("exact", "Whether exact is exact", _exact),

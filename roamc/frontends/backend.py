@@ -168,6 +168,9 @@ ONE_BY_ONE = "Run the backward of a call before the next call, use roamc.train_s
 """Advice about open calls."""
 
 
+DATA_DEPENDENT = "Dynamic shape operator"
+"""What torch says of a split at an operator whose results have a shape that depends on data."""
+
 APART = "Change the line that splits the model, use roamc.train_step for the whole step"
 """Advice about several programs of one model."""
 
@@ -272,12 +275,13 @@ class _Job:
     def check_split(self) -> None:
         """Warn that a budget holds for a part of the model alone."""
         if self.split and asks_for_fewer_bytes(self.options.memory_budget):
+            whole = "" if DATA_DEPENDENT in self.split else ", or use roamc.train_step"  # which has no such shapes
             notices.warn(
                 self.about,
                 f"split at {self.split}",
                 f"memory_budget={self.options.memory_budget!r} holds for each piece of {self.name!r} by itself, and "
-                f"they may take more together: torch.compile splits the model at {self.split}. Change that line, or "
-                "use roamc.train_step",
+                f"they may take more together: torch.compile splits the model at {self.split}. Change that "
+                f"line{whole}",
             )
 
     def check_caller(self, caller: CodeType) -> None:

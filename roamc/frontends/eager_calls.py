@@ -81,8 +81,8 @@ def _check(model: nn.Module | None, record: Record, options: Options, call: Any,
     message = (
         f"torch.compile runs {extent} {record.name!r} in eager, and roamc has no part in it"
         f"{notices.lost_budget(options, 'there')}. TORCH_LOGS=graph_breaks,recompiles says why: "
-        + ("torch._dynamo.config.recompile_limit may be reached" if planned else "often a graph break within a loop")
-        + "; roamc.train_step may take the model as it is"
+        + ("" if planned else "often a graph break within a loop; or ")
+        + "torch._dynamo.config.recompile_limit may be reached; roamc.train_step may take the model as it is"
     )
     notices.warn_or_raise(record, f"eager {planned}", CaptureError(message), options)
 

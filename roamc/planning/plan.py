@@ -540,6 +540,8 @@ def _from_dict(data: Any) -> Plan:
     form = data.get("format")
     if type(form) is not int or form != FORMAT:
         raise PlanError(f"plan format {form!r}; this roamc reads format {FORMAT}: plan again")
+    if "fits" in data:
+        raise PlanError("a report of --json, not a plan: write one with --save")
     fields = {key: item for key, item in data.items() if key != "format"}
     plan = decode.read(Plan, {"seconds": {}, **fields}, "plan")
     for item in dataclasses.fields(Plan):

@@ -22,7 +22,7 @@ from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verif
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes, of_eager
 from roamc.graph.in_flight import waiting_bytes
 from roamc.graph.lifetimes import sizes, timeline
-from roamc.graph.memory import Int64s, MemoryModel, build_memory, held_storages, input_bytes
+from roamc.graph.memory import ASSUMED_STATE, Int64s, MemoryModel, build_memory, held_storages, input_bytes
 from roamc.graph.ranks import planned_groups, with_same_plan
 from roamc.graph.value_numbers import Numbers
 from roamc.options import Options
@@ -99,7 +99,10 @@ def eager_loses(graph: TrainGraph, memory: MemoryModel) -> Bytes:
         return 0
     eager = of_eager(memory)
     size, (born, dead) = sizes(eager.counted), eager_lifetimes(eager)
-    held = [storage.nbytes for _, _, storage in held_storages(graph) if storage.nbytes]
+    inputs = [(port.role, storage.nbytes) for _, port, storage in held_storages(graph) if storage.nbytes]
+    trained = [nbytes for role, nbytes in inputs if role is Role.PARAMETER]
+    assumed = input_bytes(graph).get(ASSUMED_STATE, 0) // max(1, sum(trained))  # states as large as all parameters
+    held = [*(nbytes for _, nbytes in inputs), *trained * assumed]
     live = int(timeline(size, born, dead, len(eager.operators)).max(initial=0))
     return peak_reserved(size, born, dead, held, full=True) - live - sum(held)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import blocks, budget, programs, table
+from benchmarks import blocks, budget, processes_table, programs, table
 from benchmarks.programs import Name
 
 ROWS = ("eager", "optimize", "optimize@min")
@@ -99,3 +100,25 @@ def test_table_has_a_line_for_every_row(measured_rows: dict[str, Any]) -> None:
     lines = table._budget([*rows, {"model": "gpt", "kind": "optimize@1MB", "refused": 5_000_000}])
     assert sum(line.startswith("| gpt |") for line in lines) == 4
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_times_of_several_processes_are_medians_with_their_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ("eager", "inductor", "optimize", "optimize@+1%", "optimize+freed@+1%", "optimize+fast")
+    sheet = budget.Sheet("gpt", list(rows), True, "cpu", Path())
+    sheet.found = {row: {"measured": 10**6} for row in rows}
+    slow = iter((1.0, 1.2, 1.1))  # of the freed arena, process after process
+
+    def racer(row: str) -> Any:
+        taken = next(slow) if "freed" in row else 0.5 if row == "inductor" else 1.0
+        return contextlib.nullcontext(lambda seed: taken)
+
+    monkeypatch.setattr(sheet, "_racer", racer)
+    sheet.time_in(3, 2)
+    freed = sheet.found["optimize+freed@+1%"]["times"]
+    assert freed["optimize@+1%"] == freed["optimize"] == {"median": 1.1, "least": 1.0, "most": 1.2}
+    assert freed["inductor"]["median"] == 2.2
+    assert set(sheet.found["optimize"]["times"]) == {"eager", "inductor"}
+    lines = processes_table.programs(sheet.results())
+    assert "runs in 3 processes" in lines[0]
+    last = "| gpt | optimize+freed@+1% | 1.0 | 1.00 | 1.10 (1.00 to 1.20) | 2.20 (2.00 to 2.40) | 1.10 (1.00 to 1.20) |"
+    assert last + " 1.10 (1.00 to 1.20) |" in lines

@@ -76,7 +76,9 @@ def test_options_that_need_the_graph_are_refused(saved: Path, words: tuple[str, 
 
 
 def test_other_files_are_told_apart(saved: Path, tmp_path: Path) -> None:
-    changed, config = tmp_path / "changed.json", tmp_path / "config.json"
+    changed, config, report = (tmp_path / f"{name}.json" for name in ("changed", "config", "report"))
+    report.write_text(json.dumps(roamc.load_plan(saved).report()))
+    assert f"{report}: a report of --json, not a plan: write one with --save" in run("plan", str(report), code=1).stderr
     changed.write_text(saved.read_text().replace('"status": "', '"status": "x'))
     config.write_text(json.dumps({"hidden_size": 4, "format": 12}))
     assert f"{changed}: it was changed after it was saved" in run("explain", str(changed), code=1).stderr

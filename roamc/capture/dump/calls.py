@@ -22,16 +22,40 @@ from roamc.compat_calls import Called
 from roamc.graph import tensors_of
 from roamc.graph.memory import WROTE_OVER
 from roamc.graph.origin import SUM_OF_GRADIENTS
+from roamc.operators import ops
 from roamc.operators.schemas import name_of
+
+aten = torch.ops.aten
 
 log = logging.getLogger(__name__)
 
 CALL = "seq_nr"
 """Key in ``node.meta`` of the number of a call; forward's operator and those of its backward have the same."""
 
-DIFFERENTIABLE: Mapping[Any, Callable[..., torch.Tensor]] = {
-    torch.ops.aten.copy.default: lambda old, new, non_blocking=False: new.to(old).expand_as(old).clone(),
-}
+
+class _Copy(torch.autograd.Function):
+    """``old.copy_(new)``, of one shape, without a write; the gradient of ``old`` is made of zeros, as autograd does."""
+
+    @staticmethod
+    def forward(ctx: Any, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """A tensor like ``old`` with the values of ``new``."""
+        ctx.dtype = new.dtype
+        return new.to(old).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """The gradients of both."""
+        old, new = ctx.needs_input_grad
+        return torch.zeros_like(gradient) if old else None, gradient.to(ctx.dtype) if new else None
+
+
+def _copied(old: torch.Tensor, new: torch.Tensor, non_blocking: bool = False) -> Any:
+    del non_blocking
+    wide = new if new.shape == old.shape else new.expand_as(old)
+    return _Copy.apply(old, wide)  # type: ignore[no-untyped-call]
+
+
+DIFFERENTIABLE: Mapping[Any, Callable[..., Any]] = {aten.copy.default: _copied}
 """Operators of functionalization without a derivative to what computes the same with one."""
 
 
@@ -141,7 +165,71 @@ def _matched(backward: Sequence[fx.Node], called: Sequence[Called]) -> bool:
     for node in backward:
         if node.target is operator.getitem and node.all_input_nodes[0] in pairs:
             node.meta[CALL] = pairs[node.all_input_nodes[0]].number
-    return len(pairs) == len(nodes)
+    matched = pairs.keys() | _number_writes_of_slices(nodes)
+    return all(node in matched or node.target is aten.detach.default for node in nodes)  # that takes no memory
+
+
+FIRST_OF_SLICES = -2
+"""Number of the first node of autograd for a write to a slice; those after it count down: nothing of forward has it."""
+
+
+def _number_writes_of_slices(backward: Sequence[fx.Node]) -> set[fx.Node]:
+    """Set :data:`CALL` and :data:`WROTE_OVER` of operators that are the backward of writes to slices; return these.
+
+    Autograd has one node for a write and the view that is written. It copies the gradient, has the gradient of what was
+    written in the same view of the copy, and writes it there. In the text both writes, and what brings the second back
+    to the shape of the base, are operators with results of their own::
+
+        base = new_empty_strided(gradient, …); copied = copy(base, gradient)
+        part = unsqueeze(slice(copied, …)); own = clone(part); own_1 = masked_fill(own, …)
+        written = copy(part, own_1); whole = slice_scatter(copied, squeeze(written), …)
+    """
+    numbered: set[fx.Node] = set()
+    place = {node: at for at, node in enumerate(backward)}
+    for begin, node in enumerate(backward):
+        writes = _writes_of_slice(node)
+        if not writes or not all(each in place for each in writes):
+            continue
+        for each in writes:
+            each.meta[WROTE_OVER] = True
+        members = backward[begin : place[writes[-1]] + 1]
+        for each in members:
+            each.meta[CALL] = FIRST_OF_SLICES - len(numbered)
+            each.meta.pop(SUM_OF_GRADIENTS, None)
+        numbered.update(members)
+    return numbered
+
+
+def _writes_of_slice(node: fx.Node) -> list[fx.Node]:
+    """What is written in place where ``node`` begins the backward of a write to a slice, in turn; [] elsewhere."""
+    if node.target is not aten.new_empty_strided.default:
+        return []
+    copied = _copy_into(node)
+    if copied is None:
+        return []
+    waiting = [(copied, 0)]
+    for part, steps in waiting:
+        written = _copy_into(part)
+        back = [] if written is None else _back_to_base(written, steps, copied)
+        if back:
+            return [copied, *back]
+        waiting += [(user, steps + 1) for user in part.users if ops.is_view(user.target) and user.args[0] is part]
+    return []
+
+
+def _copy_into(node: fx.Node) -> fx.Node | None:
+    return next((user for user in node.users if user.target is aten.copy.default and user.args[0] is node), None)
+
+
+def _back_to_base(written: fx.Node, steps: int, base: fx.Node) -> list[fx.Node]:
+    """``written`` and as many operators that make the whole of ``base`` of it; [] if they are not there."""
+    chain = [written]
+    for _ in range(steps):
+        inverse = next((user for user in chain[-1].users if chain[-1] in user.args[:2]), None)
+        if inverse is None:
+            return []
+        chain.append(inverse)
+    return chain if chain[-1].meta["val"].shape == base.meta["val"].shape else []
 
 
 def _in_turn(nodes: Sequence[fx.Node], called: Sequence[Called]) -> dict[fx.Node, Called]:

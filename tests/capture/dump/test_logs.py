@@ -52,24 +52,16 @@ def logged(folder: Path, names: Sequence[str], budget: str = "none") -> list[Pai
     return pairs
 
 
-ESTIMATED = {"written": {"baseline_needed_bytes"}}
-"""Fields that may differ where autograd writes a gradient into a part of another: its operators have no number."""
-
-
 @pytest.mark.parametrize("name", [*OWN, *(name for name in MODELS if name != "lstm")])  # torch.compile leaves that out
 def test_a_log_gives_the_plan_that_was_made_live(name: str, tmp_path: Path) -> None:
     for _, live, plan, notes in logged(tmp_path, [name]):
-        left_out = {"notes", *ESTIMATED.get(name, ())}  # torch.compile's notes say where it splits a model
-        made_live, read = (
-            {field: value for field, value in json.loads(text).items() if field not in left_out}
-            for text in (live, plan.to_json())
-        )
-        assert read == made_live
-        assert not notes or "estimated" in notes
+        made_live, read = ({**json.loads(text), "notes": ()} for text in (live, plan.to_json()))
+        assert read == made_live  # torch.compile's notes say where it splits a model
+        assert not notes
 
 
 def test_random_writes_in_place_give_the_plan_that_was_made_live(tmp_path: Path) -> None:
-    for _, live, plan, _ in logged(tmp_path, [f"in-place:{seed}" for seed in (8, 9)]):
+    for _, live, plan, _ in logged(tmp_path, [f"in-place:{seed}" for seed in (8, 9, 14, 191)]):
         made_live, read = json.loads(live), json.loads(plan.to_json())
         assert {**read, "notes": ()} == {**made_live, "notes": ()}
 
