@@ -79,7 +79,7 @@ docs: $(VENV)/.ready ## build the documentation into build/site; needs no networ
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.ready ## run every script in benchmarks/ and write the tables; takes hours
-	@for table in example peak speed fuse kernels budget "budget --falling" kept "kept --dtype bfloat16" exact repeats planning cost workspace order_layout retain_rivals table; do \
+	@for table in example peak speed fuse kernels budget "budget --falling" "budget --processes 5" kept "kept --dtype bfloat16" exact repeats planning cost workspace order_layout retain_rivals table; do \
 		echo "== $$table"; $(BIN)/python -m benchmarks.$$table || exit 1; done
 
 clean: ## remove builds and caches; .venv stays
