@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
 import signal
@@ -59,6 +60,14 @@ def no_lines_of_progress() -> Iterator[None]:
     """Planning is slow on a busy machine, and then says so: no test is to depend on it, but those of the lines."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROAMC_PROGRESS", "0")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_plans_of_other_tests() -> Iterator[None]:
+    """On a busy machine any plan takes long enough to be kept: no test is to take one of another's, but those of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("roamc.planning.kept_plans.WORTH", math.inf)
         yield
 
 
