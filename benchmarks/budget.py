@@ -240,7 +240,7 @@ class Sheet:
             least = ", ".join(f"{row} {min(runs[-1][row]):.3f} s" for row in self.rows)
             print(f"{self.model:<9}process {number}: {least}", flush=True)
         for row, result in self.found.items():
-            others = {other for other in ("eager", "inductor", *_parents(row)) if other in self.rows and other != row}
+            others = {other for other in ("eager", "inductor", *parents(row)) if other in self.rows and other != row}
             ratios = {other: sorted(ratio(run, row, other) for run in runs) for other in others}
             result["processes"] = processes
             result["times"] = {
@@ -256,9 +256,11 @@ class Sheet:
         return [{"model": self.model, "kind": row, "threads": 1, **result} for row, result in self.found.items()]
 
 
-def _parents(row: str) -> tuple[str, ...]:
-    """The programs that one of :data:`DEFAULTS` is to be no slower than: with kept arena, with exact numerics."""
-    return row.partition("@")[0].partition("+")[0], row.replace("+freed", "")
+def parents(row: str) -> tuple[str, str]:
+    """The programs that one of :data:`DEFAULTS` is to be no slower than: without added time, with a kept arena."""
+    from benchmarks.programs import FREED, Name
+
+    return Name.parse(row).family, row.replace(f"+{FREED}", "")
 
 
 def _ratios(seconds: dict[str, list[float]], row: str, family: str) -> dict[str, Any]:

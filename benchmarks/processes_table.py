@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import budget
 from benchmarks.summary import Cells, Rows, markdown, megabytes
 
 
@@ -26,8 +27,8 @@ def programs(rows: Rows) -> list[str]:
 
 def _row(row: dict[str, Any], rival: int) -> Cells:
     times, kind = row.get("times", {}), row["kind"]
-    kept = kind.replace("+freed", "")
-    shown = [times.get(other) for other in ("eager", "inductor", kind.partition("@")[0].partition("+")[0])]
+    free, kept = budget.parents(kind)
+    shown = [times.get(other) for other in ("eager", "inductor", free)]
     shown.append(times.get(kept) if kept != kind else None)
     cells = [f"{each['median']:.2f} ({each['least']:.2f} to {each['most']:.2f})" if each else "–" for each in shown]
     return [row["model"], kind, megabytes(row["measured"]), f"{row['measured'] / rival:.2f}", *cells]

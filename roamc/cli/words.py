@@ -148,7 +148,8 @@ def check_optimizer(name: str | None, choices: Sequence[str] = (*OPTIMIZERS, NO_
         OptionError: names the nearest.
     """
     if name is not None and name not in choices:
-        hint = f"{nearest(name, [choice for choice in choices if choice != 'none'])} Optimizers: {', '.join(choices)}"
+        alike = nearest(name, [choice for choice in choices if choice != NO_OPTIMIZER])
+        hint = f"{alike} Optimizers: {', '.join(choices)}"
         raise OptionError(f"unknown optimizer {name!r}{hint}")
 
 

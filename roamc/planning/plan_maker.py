@@ -21,7 +21,7 @@ from roamc.gpus import Gpu
 from roamc.graph import Role, TrainGraph, copied, main_device, value_flow, verify
 from roamc.graph.eager_memory import eager_lifetimes, eager_live_bytes, of_eager
 from roamc.graph.in_flight import waiting_bytes
-from roamc.graph.lifetimes import sizes, timeline
+from roamc.graph.lifetimes import sizes
 from roamc.graph.memory import ASSUMED_STATE, Int64s, MemoryModel, build_memory, held_storages, input_bytes
 from roamc.graph.ranks import planned_groups, with_same_plan
 from roamc.graph.value_numbers import Numbers
@@ -93,7 +93,8 @@ def eager_needs(graph: TrainGraph, memory: MemoryModel, live: Int64s, threads: i
 def eager_loses(graph: TrainGraph, memory: MemoryModel) -> Bytes:
     """Return the bytes that torch's caching allocator needs on a GPU beyond those of eager's step and its inputs.
 
-    Of several micro-batches in flight, one runs; 0 on a CPU, where memory goes back to the system.
+    ``graph`` has :attr:`TrainGraph.eager_bytes`. Of several micro-batches in flight, one runs; 0 on a CPU, where memory
+    goes back to the system.
     """
     if main_device(graph).type != "cuda":
         return 0
@@ -103,8 +104,7 @@ def eager_loses(graph: TrainGraph, memory: MemoryModel) -> Bytes:
     trained = [nbytes for role, nbytes in inputs if role is Role.PARAMETER]
     assumed = input_bytes(graph).get(ASSUMED_STATE, 0) // max(1, sum(trained))  # states as large as all parameters
     held = [*(nbytes for _, nbytes in inputs), *trained * assumed]
-    live = int(timeline(size, born, dead, len(eager.operators)).max(initial=0))
-    return peak_reserved(size, born, dead, held, full=True) - live - sum(held)
+    return peak_reserved(size, born, dead, held, full=True) - (graph.eager_bytes or 0) - sum(held)
 
 
 def _check_device(graph: TrainGraph, options: Options) -> None:

@@ -96,6 +96,17 @@ def test_eagers_total_is_the_sum_by_hand_and_has_its_own_verdict(name: str) -> N
     assert _shown(plan, "eager's total").startswith(row)
 
 
+def test_eagers_total_of_what_fits_no_gpu_says_so() -> None:
+    graph, held = _graph("huge")
+    plan = plan_or_refused(graph, {"gpu": "h200"})
+    by_hand = held + plan.baseline_needed_bytes + CONTEXT + LIBRARIES + plan.baseline_lost_bytes
+    assert plan.baseline_total_bytes == by_hand > GPUS["h200"].capacity
+    assert 0 < plan.baseline_lost_bytes < by_hand // 50
+    assert plan.report()["baseline_fits"] is False
+    row = f"{format_bytes(by_hand)} does not fit an H200 (141 GB), the same step"
+    assert _shown(plan, "eager's total").startswith(row)
+
+
 def test_eagers_total_may_not_fit_where_the_plan_does() -> None:
     free = search.run(_graph("convolutions")[0], parse_options({"profile": "h100"})).plan
     assert _shown(free, "eager's total").endswith(" of it lost by its allocator")
