@@ -489,5 +489,5 @@ def partition(
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     inputs = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
-    with tracing(TracingContext(mode)), _use_lazy_graph_module(True):
+    with tracing(TracingContext(mode)), _use_lazy_graph_module(True), _kept_if_unused():
         return default_partition(joint, inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roamc.graph import TrainGraph, attribute, operators, placeholders, tensors_of
+from roamc.graph import TrainGraph, attribute, operators, output_values, placeholders, tensors_of
 from roamc.graph.keep import is_kept
 from roamc.graph.storage_ids import StorageId, ids_of
 from roamc.operators.schemas import group_of, name_of
@@ -32,6 +32,7 @@ def fingerprint(graph: TrainGraph, *, of_any_rank: bool = False) -> str:
 
     It covers nodes with their names and arguments, geometries, phases, roles, and which inputs share memory. The
     elements of tensors that the graph holds are no part of it, nor are marks for recomputation, nor what eager holds.
+    Of strides along an axis of one element, which reach nothing, it has only those of inputs and outputs.
 
     Args:
         graph: the graph.
@@ -40,6 +41,8 @@ def fingerprint(graph: TrainGraph, *, of_any_rank: bool = False) -> str:
     """
     digest = hashlib.sha256("\n".join(_lines(graph.module, graph.graph.nodes, of_any_rank)).encode())
     digest.update(repr([(port.role.value, int(port.phase)) for port in (*graph.inputs, *graph.outputs)]).encode())
+    ports = dict.fromkeys((*placeholders(graph.graph), *filter(None, output_values(graph.graph))))
+    digest.update(repr([tuple(map(int, tensor.stride())) for port in ports for _, tensor in tensors_of(port)]).encode())
     phases = [(node.name, int(graph.phase[node.name])) for node in operators(graph.graph) if node.name in graph.phase]
     digest.update(f"{graph.boundary}|{graph.saved}|{graph.gradients}|{sorted(graph.waits.items())}|{phases}".encode())
     digest.update("|".join(_shared(graph.graph)).encode())
@@ -105,7 +108,9 @@ def _without_groups(node: fx.Node, groups: dict[str, str]) -> tuple[Any, Any]:
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), str(tensor.dtype)
+    shape = tuple(map(int, tensor.shape))
+    strides = tuple(int(stride) if size != 1 else 0 for size, stride in zip(shape, tensor.stride(), strict=True))
+    return shape, strides, str(tensor.dtype)
 
 
 def _text(value: Any) -> str:

@@ -47,6 +47,19 @@ def test_fingerprint_tells_graphs_apart() -> None:
     assert fingerprint(split.replace(boundary=True)) != fingerprint(split)
 
 
+def test_strides_along_one_element_count_where_a_caller_sees_them() -> None:
+    """A log's text has other strides along an axis of one element than capture had: no plan depends on them."""
+
+    def mark(by: int, end: Callable[[Tensor], Tensor]) -> str:
+        graph = traced(lambda x: end(x.as_strided((4, 1, 8), (8, by, 1))), torch.randn(4, 1, 8))
+        (view,) = graph.graph.find_nodes(op="call_function", target=aten.as_strided.default)
+        view.args = (view.args[0], (4, 1, 8))  # without the strides, as if an operator had derived them
+        return fingerprint(graph)
+
+    assert mark(8, torch.sin) == mark(1, torch.sin)
+    assert mark(8, lambda x: x) != mark(1, lambda x: x)
+
+
 def test_ranks_that_take_parts_of_their_own_have_one_mark_and_graphs_of_their_own() -> None:
     """A head that is split by class takes its part of the gradient of all scores."""
     models = [part(Model(LOSSES["mean"]), rank, 2, by_class=True) for rank in range(2)]

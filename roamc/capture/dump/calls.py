@@ -101,7 +101,7 @@ def number(joint: fx.GraphModule, outputs: int) -> bool:
         return False
     saved = called[max(place.values(), default=0) + 1 : begun]
     for node in between:
-        key = _key(node)
+        key = None if any(map(_saved_in_place, node.all_input_nodes)) else _key(node)
         like = next((call for call in saved if _key_of_call(call) == key), None)
         if like is not None:
             saved.remove(like)
@@ -111,24 +111,36 @@ def number(joint: fx.GraphModule, outputs: int) -> bool:
     return _matched(backward, called[begun:])
 
 
+def _saved_in_place(node: fx.Node) -> bool:
+    """Whether what an operator saves of ``node`` is made where backward reads it, as for a write in place."""
+    tag = node.meta.get("partitioner_tag")
+    return tag == "is_backward" or (tag == "is_forward" and WROTE_OVER in node.meta)
+
+
 def _with_tangents(
     inputs: Sequence[fx.Node], results: Sequence[Any], env: Mapping[fx.Node, Any]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each of forward's results that has a gradient, and that gradient; none where the file has others."""
-    tangents = iter([env[node] for node in inputs if node.name.startswith(TANGENTS)])
-    returned = [env[node] for node in results if isinstance(node, fx.Node)]
-    pairs = [(value, next(tangents, None)) for value in returned if value.requires_grad]
-    fitting = [(value, tangent) for value, tangent in pairs if tangent is not None and tangent.shape == value.shape]
-    return fitting if len(fitting) == len(pairs) else []
+    """Each of forward's results that has a gradient, and that gradient; none where the file has others.
+
+    The new value of an input that was written and is trained comes first, and has a tangent even if it needs none.
+    """
+    tangents = [env[node] for node in inputs if node.name.startswith(TANGENTS)]
+    values = [env[node] for node in results if isinstance(node, fx.Node)]
+    values = [value for value in values if value.requires_grad]
+    pairs = list(zip(values[::-1], tangents[::-1], strict=False))[::-1]
+    fits = len(tangents) >= len(values) and all(value.shape == tangent.shape for value, tangent in pairs)
+    return pairs if fits else []
 
 
 def _forward(nodes: Sequence[fx.Node], results: Sequence[Any]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Operators up to the last that a result of forward needs, and those behind it that read no tangent.
+    """Operators up to the last that a result or write of forward needs, and those behind it that read no tangent.
 
     The latter are what the last operator saves, or the first of backward that read only what forward has saved.
     """
     early = [node for node in nodes if node.meta.get("partitioner_tag") == "is_forward"]
     needed = {node for node in results if isinstance(node, fx.Node)}
+    for node in nodes:
+        needed.update(node.all_input_nodes if node.meta.get("partitioner_tag") == "must_be_in_forward" else ())
     for node in reversed(early):
         if node in needed:
             needed.update(node.all_input_nodes)

@@ -59,7 +59,7 @@ def mark(joint: fx.Graph, dynamo: str) -> tuple[int, int]:
     for node in joint.nodes:
         if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
             continue
-        if node.target is torch.ops.aten.copy_.default:
+        if node.target in (torch.ops.aten.copy_.default, torch.ops.aten.embedding_renorm.default):
             node.meta[WROTE_OVER] = True
             continue
         expected = waiting.get(_line(node))
