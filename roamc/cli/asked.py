@@ -16,9 +16,22 @@ from roamc.capture.dump.recognise import is_archive, is_dump
 from roamc.cli.models import AUTOCAST_NAMES, DTYPE_NAMES, TASK_NAMES
 from roamc.gpus import GPUS
 
+
+def _not_empty(target: str) -> str:
+    """Check a target.
+
+    Raises:
+        BadParameter: it is empty, as from an unset variable of a shell; as a path it would be the current folder.
+    """
+    if not target.strip():
+        raise typer.BadParameter("it is empty; give a model's name (roamc models lists them) or a path")
+    return target
+
+
 Target = Annotated[
     str,
     typer.Argument(
+        callback=_not_empty,
         metavar="NAME|FILE.py:FUNCTION|CONFIG|LOG|MODEL.pt2|PLAN.json",
         help="A built-in model (see roamc models), a function that returns (model, inputs[, loss_fn[, optimizer]]), or "
         "a transformers configuration: a folder with config.json, or a .json file; or a log of "

@@ -323,7 +323,7 @@ def test_error_is_one_line_and_exit_code_one(arguments: list[str], said: str) ->
 
 
 @pytest.mark.parametrize(
-    "arguments", [["paln"], ["plan"], ["plan", "gpt", "--bach", "3"], ["plan", "gpt", "--seq", "x"]]
+    "arguments", [["paln"], ["plan"], ["plan", ""], ["plan", "gpt", "--bach", "3"], ["plan", "gpt", "--seq", "x"]]
 )
 def test_mistyped_command_is_an_error_not_a_plan_that_does_not_fit(arguments: list[str]) -> None:
     run(*arguments, code=1)
