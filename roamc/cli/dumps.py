@@ -225,7 +225,7 @@ def _check_no_update(request: Request) -> None:
 
 
 def _name(request: Request) -> str:
-    return Path(request.target).name.partition(".")[0]
+    return Path(request.target).resolve().name.partition(".")[0]
 
 
 def _sizes(request: Request) -> dict[str, int]:

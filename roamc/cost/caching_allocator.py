@@ -69,9 +69,14 @@ class CachingAllocator:
     Args:
         expandable: as with ``expandable_segments:True``.
         full: whether free segments go back before each new one, as on a device that has no more.
+
+    Raises:
+        ValueError: both: expandable segments have no part that goes back.
     """
 
     def __init__(self, *, expandable: bool = False, full: bool = False) -> None:
+        if expandable and full:
+            raise ValueError("expandable segments do not go back: leave one of expandable and full out")
         self.expandable, self.full = expandable, full
         self.reserved: Bytes = 0
         self.allocated: Bytes = 0

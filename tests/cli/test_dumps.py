@@ -262,6 +262,10 @@ def test_logs_of_several_runs_in_a_folder_have_names_of_their_own(tmp_path: Path
         (tmp_path / f"{name}.log").write_text(CLASS, "utf-8")
     assert "first:0, second:0" in run("plan", str(tmp_path), "--piece", "1", code=1).stderr
     assert "one of 1 graphs at its peak" in run("plan", str(tmp_path)).stdout
+    (tmp_path / "died_early.log").write_text("", "utf-8")
+    said = " ".join(run("plan", str(tmp_path)).stdout.split())
+    assert "1 of 3 logs cannot be read" in said
+    assert "one of 1 graphs at its peak" in said
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -6,7 +6,7 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from roamc.errors import DumpError
@@ -148,11 +148,22 @@ def parsed(annotation: str | None, sizes: Sizes, line: int) -> TensorType | Numb
         return None
 
     def numbers(part: str) -> tuple[int, ...]:
-        return tuple(sizes.of(each, line) for each in re.split(r",(?![^()]*\))", part)) if part.strip() else ()
+        return tuple(sizes.of(each, line) for each in _apart(part)) if part.strip() else ()
 
     shape, stride = numbers(match["shape"]), None if match["stride"] is None else numbers(match["stride"])
     check_possible(shape, stride, f"{sizes.file}:{line}", text)
     return TensorType(match["dtype"], shape, stride, match["device"])
+
+
+def _apart(sizes: str) -> Iterator[str]:
+    """The sizes of a list, apart at commas that stand in no brackets."""
+    begin = depth = 0
+    for at, letter in enumerate(sizes):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            yield sizes[begin:at]
+            begin = at + 1
+    yield sizes[begin:]
 
 
 def check_possible(shape: tuple[int, ...], stride: tuple[int, ...] | None, place: str, text: str = "") -> None:

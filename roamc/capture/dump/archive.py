@@ -199,7 +199,7 @@ def _of(archive: zipfile.ZipFile, path: str, piece: str | None) -> Program:
         raise DumpError(f"{path}: no model {piece!r}{nearest(str(piece), names)} Models: {', '.join(names)}")
     program = _json(archive, path, match[0])
     index: dict[str, Any] | None = None
-    if not old:
+    if match.re is _PROGRAM:
         members = (match["root"] + each.format(match["name"]) for each in _INDICES)
         index = {}
         for number, member in enumerate(members):
@@ -256,7 +256,7 @@ class _Reader:
         graph = self._graph(self.whole, 0)
         values = [self.tensors[each.name] for each in results if isinstance(each, Name) and each.name in self.tensors]
         scalars = [
-            not each["sizes"] and DTYPES.get(each["dtype"], "").startswith(("torch.f", "torch.b")) for each in values
+            not each["sizes"] and DTYPES.get(each["dtype"], "").startswith(("torch.f", "torch.bf")) for each in values
         ]
         return Program(
             self.path,

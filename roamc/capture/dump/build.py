@@ -64,6 +64,7 @@ class Findings:
         differences: where the two differ: "NAME is X in the file, Y by torch 2.13.0".
         dense: how many tensors have no strides in the file, and are taken to be dense.
         devices: whether some tensor has a device.
+        foreign: kinds of devices that roamc does not plan for.
         unknown: path of each operator that roamc does not know to how often it is called.
         waits: how many waits there are for what no collective of the graph has started.
     """
@@ -72,6 +73,7 @@ class Findings:
     differences: list[str] = field(default_factory=list)
     dense: int = 0
     devices: bool = False
+    foreign: dict[str, None] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
     waits: int = 0
 
@@ -81,6 +83,9 @@ class Findings:
             yield f"the file says no strides: {self.dense} tensors are taken to be dense"
         if not self.devices:
             yield "the file says no devices: those of its constants count, else the CPU"
+        if self.foreign:
+            kinds = ", ".join(self.foreign)
+            yield f"the file's tensors are on {kinds}: planned as on a CPU, with its kernels and times"
         if self.unknown:
             calls = ", ".join(f"{count} of {path}" for path, count in self.unknown.most_common(MOST_COMPARED))
             yield (
@@ -382,6 +387,8 @@ class _Graph:
         if self.moved is not None:
             return self.moved
         kind = type if isinstance(type, str) and type in ("cpu", "cuda", "meta") else "cpu"
+        if isinstance(type, str) and type != kind:
+            self.findings.foreign[type] = None
         number = index if isinstance(index, int) and 0 <= index < 1024 else 0
         return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 

@@ -73,7 +73,7 @@ def number(joint: fx.GraphModule, outputs: int) -> bool:
     inputs = [node for node in nodes if node.op == "placeholder"]
     results = nodes[-1].args[0]
     forward, between = _forward(nodes, results[:outputs])
-    trained = {node for node, result in zip(inputs, results[outputs:], strict=False) if result is not None}
+    trained = [node for node, result in zip(inputs, results[outputs:], strict=False) if result is not None]
     recorder = compat_calls.Recorder()
     place: dict[fx.Node, int] = {}  # of what an operator of forward has called, among all that was called
     begun: int | None = None

@@ -72,7 +72,10 @@ def read(reader: str, path: str, *more: str) -> Any:
     if child.returncode:
         said = child.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         if child.returncode < 0:
-            said = f"it took more than {CPU_SECONDS} seconds or {MEMORY >> 30} GiB. Give the log of fewer steps"
+            said = (
+                f"signal {-child.returncode} ended it, as after more than {CPU_SECONDS} seconds. "
+                "Cut the file to the graph that matters"
+            )
         raise DumpError(_line(f"{path}: cannot be read: {said or child.returncode}"))
     try:
         result = _PlainData(io.BytesIO(child.stdout)).load()
@@ -101,7 +104,7 @@ def main() -> None:
         resource.RLIMIT_CORE: 0,
     }
     for kind, most in limits.items():
-        with contextlib.suppress(ValueError):  # a lower limit is there, or a system that has none of this kind
+        with contextlib.suppress(ValueError):  # a lower limit is there
             resource.setrlimit(kind, (most, most))
     try:
         result = READERS[reader](path, *more)

@@ -57,7 +57,7 @@ def no_size(path: str, name: str, symbols: Mapping[str, str]) -> str:
     """Return the sentence that a file has no symbolic size of this name, only ``symbols``, each with what it is."""
     listed = ", ".join(symbols[each] for each in sorted(symbols))
     sizes = f" Sizes: {listed}" if symbols else " All of its sizes are fixed"
-    return f"{path} has no size {name!r}{nearest(name, symbols)}{sizes}"
+    return f"{path} has no size {name!r}{nearest(name, sorted(symbols))}{sizes}"
 
 
 class Exported(nn.Module):

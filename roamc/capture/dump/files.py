@@ -122,7 +122,17 @@ def read(target: str) -> tuple[Dump, ...]:
         return _ranked(of_file(path))
     if not (logs := _of_one_rank(logs_in(path))):
         return _ranked(_of_printed(path))
-    dumps = [dump for each in logs for dump in of_file(each)]
+    dumps, refused = list[Dump](), list[DumpError]()
+    for each in logs:
+        try:
+            dumps += of_file(each)
+        except DumpError as error:
+            refused.append(error)
+    if not dumps:
+        raise refused[0]
+    if refused:
+        note = f"{len(refused)} of {len(logs)} logs cannot be read: {refused[0]}"
+        dumps = [replace(dump, notes=(*dump.notes, note)) for dump in dumps]
     if len({dump.piece for dump in dumps}) < len(dumps):
         dumps = [replace(dump, piece=f"{Path(dump.path).name.partition('.')[0]}:{dump.piece}") for dump in dumps]
     return _ranked(dumps)
@@ -152,7 +162,7 @@ def of_file(path: Path) -> list[Dump]:
     content = trace_log.text_of(path)
     if not content.strip():
         raise DumpError(f"{path}: the file is empty")
-    if trace_log.is_log(content) and "\n\t" in content:
+    if trace_log.is_log(content):
         return [of_piece(path, piece) for piece in trace_log.read(content, path)]
     dumps = _of_text(path, text.graphs(prefixes.without_prefixes(content), str(path)))
     names = prefixes.frames(content, [dump.first.line for dump in dumps])
@@ -213,7 +223,7 @@ def _of_printed(folder: Path) -> list[Dump]:
 
 
 def _only(path: Path, content: str, line: int) -> GraphText:
-    return text.graphs(prefixes.without_prefixes(content), str(path), line + 1)[0]
+    return text.graphs(prefixes.without_prefixes(content), str(path), line)[0]
 
 
 def _of_text(path: Path, graphs: Sequence[GraphText]) -> list[Dump]:

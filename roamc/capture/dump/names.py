@@ -14,6 +14,7 @@ from roamc import compat_operators
 from roamc.capture.dump.text import INFIX
 from roamc.compat import OpOverload
 from roamc.errors import DumpError
+from roamc.operators.schemas import argument_of
 
 MOST_RESULTS = 4_096
 """Most results of one operator, or steps that it is taken apart into: each of them takes time and memory."""
@@ -110,11 +111,10 @@ def check_results(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     name = target._opname
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, int) and not isinstance(each, bool)]
-    longest = max((size for each in tensors for size in each.shape), default=0)
     if name in ("split", "unsafe_split"):
-        most = -(-longest // (max(1, numbers[0]) if numbers else 1))
+        most = -(-_along_dim(target, args, kwargs, tensors) // (max(1, numbers[0]) if numbers else 1))
     elif name == "unbind":
-        most = longest
+        most = _along_dim(target, args, kwargs, tensors)
     elif name in _RECURRENT:
         most = max(tensors[0].shape[:2], default=0) if tensors else 0
     elif name in _STEPS or any(str(each.type) == "List[Tensor]" for each in target._schema.returns):
@@ -125,3 +125,13 @@ def check_results(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
         raise DumpError(
             f"{target} may give {most} results; roamc reads graphs with at most {MOST_RESULTS} of one operator"
         )
+
+
+def _along_dim(
+    target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]
+) -> int:
+    """The size of the axis that ``dim`` names; the largest one where it names none."""
+    dim = argument_of(target, args, kwargs, "dim")
+    shape = tensors[0].shape if tensors else ()
+    named = isinstance(dim, int) and -len(shape) <= dim < len(shape)
+    return shape[dim] if named else max(shape, default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -44,12 +45,21 @@ def without_prefixes(text: str) -> list[str]:
 
     The spaces that indent all lines are taken away as well.
     """
-    lines = [_COLOUR.sub("", line) for line in _lines(text)]
-    filled = [line for line in lines if line.strip()]
-    if filled and all(_QUOTE.match(line) for line in filled):
-        lines = [_QUOTE.sub("", line, count=1) for line in lines]
+    lines = _unquoted(_lines(_COLOUR.sub("", text)))
     lines = [_PREFIX.sub("", line, count=1) for line in lines]
     return _dedented(lines)
+
+
+def _unquoted(lines: Sequence[str]) -> list[str]:
+    """``lines`` without the marks of quotes that have a graph, or of one that all are part of."""
+    filled = [line for line in lines if line.strip()]
+    everything = all(_QUOTE.match(line) for line in filled)
+    left = list[str]()
+    for quoted, group in itertools.groupby(lines, lambda line: _QUOTE.match(line) is not None):
+        part = list(group)
+        graph = quoted and any("def forward(" in line for line in part)
+        left += [_QUOTE.sub("", line, count=1) for line in part] if everything or graph else part
+    return left
 
 
 def _dedented(lines: Sequence[str]) -> list[str]:

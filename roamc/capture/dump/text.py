@@ -149,7 +149,7 @@ class GraphText:
         return any(each.name.startswith(TANGENTS) for each in self.inputs)
 
 
-_CLASS = re.compile(r"^(\s*)([^\"'#]*? )?class ([\w<>.]+)\(torch\.nn\.Module\):")
+_CLASS = re.compile(r"^(\s*)([^\s\"'#][^\"'#]*? )?class ([\w<>.]+)\(torch\.nn\.Module\):")
 """Its indentation; what torch 2.0 to 2.5 print in front of it, such as ``<eval_with_key>.9 `` or a path; its name."""
 _FORWARD = re.compile(r"^(\s*)def forward\(")
 _SIGNATURE_ENDS = re.compile(r"\)(?:\s*->[^:]*)?:\s*(?:#.*)?$")
@@ -159,7 +159,7 @@ _UNQUOTED = re.compile(
     r"""(?=\s*(?:[=,;)#]|$))"""
 )
 _DECLARED = re.compile(r'(\w+): "([^"]*)"')
-FILE = re.compile(r"\bFile: (?P<file>.*?):(?P<line>\d+)(?: in (?P<function>[^,]*))?, code: ?(?P<code>.*)$")
+FILE = re.compile(r"\bFile: (?P<file>.*?):(?P<line>\d{1,9})(?: in (?P<function>[^,]*))?, code: ?(?P<code>.*)$")
 """In a comment: the user's line."""
 _MARK = re.compile(
     r"^#\s*(?:Annotation: (?P<annotation>\{.*?\}) ?)?(?:ac_graph_id: (?P<checkpoint>\w+)(?: - (?P<policy>[A-Z_]+))?"
@@ -212,6 +212,8 @@ def _beginnings(lines: Sequence[str]) -> Iterator[tuple[int, int, str]]:
     """(line, indentation, name) of every class, or forward without one."""
     inside = False
     for at, line in enumerate(lines):
+        if len(line) > MOST_LINE:
+            continue  # what reads it refuses it
         if match := _CLASS.match(line):
             inside = True
             yield at, 0 if match[2] else len(match[1]), match[3]
@@ -243,9 +245,12 @@ class _Reader:
     def graph(self) -> GraphText:
         if sum(map(len, self.lines)) > MOST_TEXT:
             self.fail(f"a graph of more than {MOST_TEXT >> 20} MB")
-        self._signature()
-        while self.results is None:
-            self._line()
+        try:
+            self._signature()
+            while self.results is None:
+                self._line()
+        except RecursionError:
+            self.fail(f"an expression of more than {MOST_NESTING} parts within each other")
         return GraphText(self.name, self.first, tuple(self.inputs), tuple(self.statements), self.results, self.joint)
 
     def fail(self, reason: str) -> NoReturn:

@@ -73,7 +73,9 @@ class Piece:
         by_name = {_plain(self.sources.get(each["id"], "")): each for each in self.tensors}
         signature = self.dynamo.partition("def forward(")[2].partition("):")[0]
         described = [by_name.get(_plain(name)) for name in _DYNAMO_INPUT.findall(signature)]
-        return tuple(("", None) if each is None else (self.sources[each["id"]], each["storage"]) for each in described)
+        return tuple(
+            ("", None) if each is None else (self.sources.get(each["id"], ""), each["storage"]) for each in described
+        )
 
 
 def _plain(name: str) -> str:
@@ -82,7 +84,7 @@ def _plain(name: str) -> str:
 
 def is_log(text: str) -> bool:
     """Whether a text begins as a log of TORCH_TRACE does."""
-    return any(_HEAD.match(line) for line in text.split("\n")[:20])
+    return any(_HEAD.match(line) for line in text.split("\n", 20)[:20])
 
 
 def read(content: str, path: Path) -> tuple[Piece, ...]:
@@ -141,7 +143,7 @@ def _note(piece: Piece, line: int, head: Mapping[str, Any], payload: str) -> Non
         piece.decomposed = True
     artifact = head.get("artifact")
     if isinstance(artifact, dict) and META.match(str(artifact.get("name"))) and (said := _STATIC.search(payload)):
-        piece.static = tuple(int(each) for each in said[1].split(",") if each.strip())
+        piece.static = tuple(int(each) for each in said[1].split(",") if 0 < len(each.strip()) < 10)
     tensor, source = head.get("describe_tensor"), head.get("describe_source")
     if isinstance(tensor, dict) and isinstance(tensor.get("id"), int) and isinstance(tensor.get("storage"), int):
         piece.tensors.append(tensor)

@@ -110,7 +110,8 @@ def mutant_of_archive(data: bytes, draw: random.Random) -> bytes:
     if kind == "bytes":
         changed = bytearray(data[: draw.choice((len(data), draw.randrange(len(data))))])
         for _ in range(draw.choice((1, 8))):
-            changed[draw.randrange(len(changed) or 1) if changed else 0 :][:1] = b""
+            at = draw.randrange(len(changed) or 1)
+            del changed[at : at + 1]
             if changed:
                 changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
         return bytes(changed)

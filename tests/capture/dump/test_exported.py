@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from roamc.capture.dump import archive
 from roamc.capture.dump.exported import Exported, sizes_of
@@ -101,6 +102,20 @@ def test_an_archive_of_torch_2_5_is_read_without_its_ties(tmp_path: Path) -> Non
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("serialized_exported_program.json", data)
     assert "which weights are tied" in "; ".join(capture(workload(path)).notes)
+
+
+def test_a_member_of_an_old_archive_changes_nothing_of_a_new_one(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.pt2", Mixed(), (tokens(4),))
+    archives.changed(path, **{"h/serialized_exported_program.json": b"{}"})
+    assert "which weights are tied" not in "; ".join(capture(workload(path)).notes)
+
+
+def test_a_truth_value_is_no_loss(tmp_path: Path) -> None:
+    class Checked(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.exp(), (x > 0).all()
+
+    assert archive.read(str(save(tmp_path / "m.pt2", Checked(), (torch.randn(4, 8),)))).losses == 0
 
 
 def _second_model(path: Path) -> None:

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from roamc.capture.dump import files, graphs
+from roamc.capture.dump import annotations, files, graphs, names
 from roamc.errors import DumpError
 from roamc.graph import Phase, TrainGraph
 from roamc.options import parse_options
 from roamc.planning import search
+from tests.graphs import aten
 
 BODY = """\
 def forward(self, primals, tangents):
@@ -60,7 +62,10 @@ STYLES = {
     ),
     "colours": CLASS.replace('"f32', '"\x1b[31mf32\x1b[0m'),
     "a quote of Markdown": "\n".join(f"> {line}" for line in CLASS.split("\n")),
+    "a quote under words": "As printed:\n\n" + "\n".join(f"> {line}" for line in CLASS.split("\n")) + "\nSee above.",
     "lines of Windows": CLASS.replace("\n", "\r\n"),
+    "a line number that no file has": CLASS.replace("net.py:3", f"net.py:{'9' * 5000}"),
+    "a line of spaces": f"{' ' * 60_000}x\n{CLASS}",
     "behind other text": f"Here is my graph, as TORCH_LOGS prints it:\n\n{CLASS}",
 }
 
@@ -123,6 +128,7 @@ def instead(call: str) -> str:
 TWICE = '    mm: "f32[8, 16]" = torch.ops.aten.relu.default(primals_1)\n        relu: '
 LARGE = CLASS.replace('primals_1: "f32[8, 16]', f'primals_1: "f32[{2**60}, 16]')
 MANY = instead("torch.ops.aten.split.Tensor(mm, 1)").replace('"f32[8, 16]', '"f32[90000, 16]')
+DEEP = "no statement of a graph|within each other"
 
 WRONG = {
     "empty": ("", "the file is empty"),
@@ -145,6 +151,8 @@ WRONG = {
     "a product above all sizes": (instead("operator.mul(9223372036854775807, 9)"), "a number that no size can be"),
     "many steps": (instead("torch.ops.aten.diff.default(mm, 1000000000)"), "may give 1000000000 results"),
     "nesting": (instead(f"torch.ops.aten.relu.default({'[' * 40}mm{']' * 40})"), "brackets are open"),
+    "a chain without brackets": (instead(f"torch.ops.aten.relu.default({'-' * 3000}mm)"), DEEP),
+    "a sum without brackets": (instead(" + ".join(["mm"] * 3000)), DEEP),
     "a long line": (CLASS.replace("primals_2 = None", f"primals_2 = {'x' * 70000}"), "a line of more than"),
 }
 
@@ -190,6 +198,36 @@ def test_what_a_text_lacks_is_a_note(what: str, tmp_path: Path) -> None:
     for whole in (text, NO_COMMENTS):
         assert not any(part in "; ".join(read(tmp_path, whole).notes) for part in (FITS, CHECKPOINTS, "source lines"))
     assert any(note in each for each in read(tmp_path, text.replace(old, new)).notes)
+
+
+def test_a_device_that_roamc_does_not_plan_for_is_a_note(tmp_path: Path) -> None:
+    notes = "; ".join(read(tmp_path, CLASS.replace('cpu"', 'xpu:0"')).notes)
+    assert "the file's tensors are on xpu: planned as on a CPU" in notes
+    assert "results differ" not in notes
+
+
+def test_only_the_axis_that_is_taken_apart_counts() -> None:
+    tensor = torch.empty(3, 8192, device="meta")
+    names.check_results(aten.unbind.int, (tensor,), {})
+    names.check_results(aten.split.Tensor, (tensor, 1), {"dim": -2})
+    for target, args in ((aten.unbind.int, (tensor, 1)), (aten.split.Tensor, (tensor, 1, 1))):
+        with pytest.raises(DumpError, match="may give 8192 results"):
+            names.check_results(target, args, {})
+
+
+def test_sizes_may_have_brackets_within_brackets() -> None:
+    said = annotations.parsed("f32[Max(1, (s0//2)), 4][4, Min(1, Max(s0, 2))]cpu", annotations.Sizes({"s0": 8}, "x"), 1)
+    assert isinstance(said, annotations.TensorType)
+    assert (said.shape, said.stride) == ((4, 4), (4, 1))
+
+
+def test_an_error_in_a_log_names_its_line(tmp_path: Path) -> None:
+    head = 'V1122 15:24:01.361000 77 torch/x.py:12] {"aot_joint_graph": {}, "frame_id": 0, "frame_compile_id": 0}'
+    text = CLASS.replace("aten.relu.default", "aten.fast_relu.default")
+    log = "\n".join((head, *(f"\t{line}" for line in text.split("\n"))))
+    line = next(at for at, each in enumerate(log.split("\n"), 1) if "fast_relu" in each)
+    with pytest.raises(DumpError, match=rf"graph\.txt:{line}: "):
+        read(tmp_path, log)
 
 
 def test_the_operators_of_inductor_are_a_note(tmp_path: Path) -> None:
