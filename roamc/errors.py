@@ -30,6 +30,11 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
+def printable(text: str) -> str:
+    """Return ``text`` with a question mark for what a terminal would obey, as names in a stranger's file may have."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def with_article(noun: str) -> str:
     """Return the name of a class with "a" or "an" in front, as messages say what something is."""
     return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"

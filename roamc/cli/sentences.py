@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 import roamc
-from roamc.errors import OptionError, RoamcError
+from roamc.errors import OptionError, RoamcError, printable
 
 _FILE_ERRORS: dict[type[OSError], str] = {
     FileNotFoundError: "no such file",
@@ -25,7 +25,7 @@ NO_GPU = ": leave .cuda() and device='cuda' out; --device cuda or --gpu plans wh
 
 def sentence(error: Exception, debug: bool) -> str:
     """Return the line for an error that is being handled; ``debug`` says that more is shown beside it."""
-    lines = str(error).splitlines() or [""]
+    lines = [printable(line) for line in str(error).splitlines()] or [""]
     if isinstance(error, RoamcError):
         return lines[0] if len(lines) == 1 or debug else f"{lines[0]} (--debug shows more)"
     if isinstance(error, OSError):

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
+from roamc.errors import printable
+
 ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack")
 """Keys of ``node.meta``."""
 
@@ -41,7 +43,7 @@ def source_line(node: fx.Node) -> str:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     outside = [frame for frame in frames if not frame[0].startswith(_CAPTURE)]
     own = [frame for frame in outside if "/torch/" not in frame[0]] or outside
-    return _printable(f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}") if own else ""
+    return printable(f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}") if own else ""
 
 
 def module_of(node: fx.Node) -> str:
@@ -60,13 +62,13 @@ def innermost(node: fx.Node) -> tuple[str, str]:
     if not stack:
         return "", ""
     path, kind = tuple(stack.values())[-1][:2]
-    return path_of(path), _printable(kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
+    return path_of(path), printable(kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
 
 
 def path_of(path: str) -> str:
     """Return the path of a module or parameter without what torch's wrappers and dynamo have put into it."""
     parts = re.split(r"[.\[\]'\"]+", _ROOT.sub("", path, count=1) if path[:2] in ("L[", "G[") else path)
-    return _printable(".".join(part for part in parts if part not in _BESIDE))
+    return printable(".".join(part for part in parts if part not in _BESIDE))
 
 
 def put_module(node: fx.Node, path: str, kind: str) -> None:
@@ -120,7 +122,3 @@ def folded(paths: Iterable[str]) -> Callable[[str], str]:
         return ".".join("*" if layer else part for layer, part in zip(layers, parts, strict=True))
 
     return fold
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

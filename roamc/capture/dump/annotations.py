@@ -14,6 +14,9 @@ from roamc.errors import DumpError
 MOST_SIZE = 1 << 62
 """Above any number of elements that has an address."""
 
+MOST_DIMENSIONS = 64
+"""Most that operators of torch take."""
+
 MOST_EXPRESSION = 4_096
 """Most characters of a size."""
 
@@ -178,6 +181,8 @@ def check_possible(shape: tuple[int, ...], stride: tuple[int, ...] | None, place
     Raises:
         DumpError: there is no such tensor.
     """
+    if len(shape) > MOST_DIMENSIONS:
+        raise DumpError(f"{place}: a tensor of {len(shape)} dimensions; roamc reads up to {MOST_DIMENSIONS}")
     spans = [(size - 1) * step for size, step in zip(shape, stride or (), strict=False)]
     wrong = stride is not None and len(stride) != len(shape)
     if wrong or min((*shape, *(stride or ())), default=0) < 0 or max(math.prod(shape), sum(spans)) > MOST_SIZE >> 4:

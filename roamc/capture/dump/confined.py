@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from roamc.capture.dump import archive, files, text
-from roamc.errors import DumpError
+from roamc.errors import DumpError, printable
 
 CPU_SECONDS = 30
 MEMORY = 1 << 30
@@ -76,21 +76,16 @@ def read(reader: str, path: str, *more: str) -> Any:
                 f"signal {-child.returncode} ended it, as after more than {CPU_SECONDS} seconds. "
                 "Cut the file to the graph that matters"
             )
-        raise DumpError(_line(f"{path}: cannot be read: {said or child.returncode}"))
+        raise DumpError(printable(f"{path}: cannot be read: {said or child.returncode}"))
     try:
         result = _PlainData(io.BytesIO(child.stdout)).load()
     except (pickle.UnpicklingError, EOFError, ValueError) as error:
         raise DumpError(
-            _line(f"{path}: cannot be read: the process that reads it gave no plain data: {error}")
+            printable(f"{path}: cannot be read: the process that reads it gave no plain data: {error}")
         ) from None
     if isinstance(result, str):
-        raise DumpError(_line(result))
+        raise DumpError(printable(result))
     return result
-
-
-def _line(message: str) -> str:
-    """A message in one line without characters that a terminal obeys, as names of a file may have."""
-    return "".join(letter if letter.isprintable() else "?" for letter in message)
 
 
 def main() -> None:

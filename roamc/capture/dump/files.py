@@ -11,7 +11,7 @@ from roamc.capture.dump import prefixes, text, trace_log
 from roamc.capture.dump.annotations import SYMBOL
 from roamc.capture.dump.recognise import logs_in, printed_in
 from roamc.capture.dump.text import GraphText, Input
-from roamc.errors import DumpError
+from roamc.errors import DumpError, printable
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Dump:
 
     @property
     def frame(self) -> str:
-        """What it is a compilation of; others of the same are alternatives to it, in this run or another."""
-        return self.piece.rpartition(":")[2].partition("/")[0]
+        """What it is a compilation of: a number and, in a log, the function. Of several of one frame, one runs."""
+        return f"{self.piece.rpartition(':')[2].partition('/')[0]} {self.function}"
 
     @property
     def first(self) -> GraphText:
@@ -131,10 +131,12 @@ def read(target: str) -> tuple[Dump, ...]:
     if not dumps:
         raise refused[0]
     if refused:
-        note = f"{len(refused)} of {len(logs)} logs cannot be read: {refused[0]}"
+        note = f"{len(refused)} of {len(logs)} logs cannot be read: {printable(str(refused[0]))}"
         dumps = [replace(dump, notes=(*dump.notes, note)) for dump in dumps]
     if len({dump.piece for dump in dumps}) < len(dumps):
-        dumps = [replace(dump, piece=f"{Path(dump.path).name.partition('.')[0]}:{dump.piece}") for dump in dumps]
+        dumps = [
+            replace(dump, piece=f"{printable(Path(dump.path).name).partition('.')[0]}:{dump.piece}") for dump in dumps
+        ]
     return _ranked(dumps)
 
 

@@ -22,6 +22,12 @@ from roamc.graph.origin import path_of
 LEFT_OUT = "as torch logs it without what no result needs: eager runs that too, and may need more"
 """The end of a note on operators of the model that a log does not have."""
 
+NO_DYNAMO = (
+    "the file does not say what the model writes in place: eager's peak is estimated. A log of TORCH_TRACE "
+    "has dynamo's graph, which says it"
+)
+"""Note on a joint graph without the graph of dynamo."""
+
 MOVED = "the file is of a CPU: on a GPU torch may run other operators, such as another kernel of attention"
 """Note on a graph that is planned for another device."""
 
@@ -92,6 +98,8 @@ def _as_eager_runs_it(dump: Dump, module: fx.GraphModule, outputs: int, builder:
         notes = (f"{lost} writes in place of the model were not found in its graph: eager's peak may be lower",)
     if gone:
         notes = (*notes, f"{gone} writes in place are no part of the graph, {LEFT_OUT}")
+    if not dump.dynamo:
+        notes = (*notes, NO_DYNAMO)
     if dump.decomposed or calls.number(module, outputs):
         return notes
     return (
@@ -119,5 +127,11 @@ def _halves(builder: Builder, dump: Dump, shared: Mapping[int, object]) -> tuple
     outputs = len(dump.forward.results) - len(saved)
     if outputs < 0:
         raise DumpError(f"{dump.path}: backward reads {len(saved)} values, more than forward returns")
+    for result, entry in zip(dump.forward.results[outputs:], saved, strict=True):
+        if (name := getattr(result.value, "name", None)) != entry.name:
+            raise DumpError(
+                f"{dump.path}: backward reads {entry.name!r:.60} where forward saves {name!r:.60}: a line was changed, "
+                "or the halves are of two graphs"
+            )
     backward = builder.module(dump.backward, values=values)
     return forward, backward, outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -60,9 +60,13 @@ def _code(node: fx.Node) -> str:
 def _results(whole: GraphText, joint: fx.Graph, outputs: int) -> Iterator[str]:
     """A note on results that do not stand where forward's results and gradients of the inputs do; none if all fit."""
     values = {node.name: node.meta.get("val") for node in joint.nodes}
+    dead = [node for node in joint.nodes if node.meta.get("partitioner_tag") == "is_backward" and not node.users]
+    unread = [node.meta["val"] for node in dead if isinstance(node.meta.get("val"), torch.Tensor)]
     primals = [each for each in whole.inputs if not each.name.startswith(TANGENTS) and not is_size(each)]
     early, late = whole.results[: max(outputs, 0)], whole.results[max(outputs, 0) :]
-    wrong = [each.name for each, result in zip(primals, late, strict=False) if not _is_gradient(result, each, values)]
+    wrong = [
+        each.name for each, result in zip(primals, late, strict=False) if not _is_gradient(result, each, values, unread)
+    ]
     comments = {each.comment for each in early}
     tangents = [(each.name, _TANGENT.match(each.comment)) for each in whole.inputs]
     wrong += [name for name, said in tangents if said and said[1] not in comments] if any(comments) else []
@@ -75,14 +79,19 @@ def _results(whole: GraphText, joint: fx.Graph, outputs: int) -> Iterator[str]:
     )
 
 
-def _is_gradient(result: Result, primal: Input, values: Mapping[str, object]) -> bool:
-    """Whether ``result`` may be the gradient of ``primal``, by what the comments say, shapes and dtypes."""
+def _is_gradient(result: Result, primal: Input, values: Mapping[str, object], unread: Sequence[torch.Tensor]) -> bool:
+    """Whether ``result`` may be the gradient of ``primal``, by what the comments say, shapes and dtypes.
+
+    ``unread`` are results of backward that nobody reads, as those are whose place in the return was cleared.
+    """
     said = _GRADIENT.match(result.comment)
     if result.comment.startswith(("PlainAOTOutput", "InputMutationAOTOutput")):
         return False
-    if said and (result.value is None or (primal.comment and said[1] != primal.comment)):
+    if said and primal.comment and said[1] != primal.comment:
         return False
     value, own = values.get(getattr(result.value, "name", "")), values.get(primal.name)
+    if said and result.value is None and isinstance(own, torch.Tensor):  # there is none, or its place was cleared
+        return not any(each.shape == own.shape and each.dtype == own.dtype for each in unread)
     if (result.comment and not said) or not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor):
         return True  # no gradient, or one of a part of a subclass
     return value.shape == own.shape and value.dtype == own.dtype

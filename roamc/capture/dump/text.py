@@ -159,7 +159,9 @@ _UNQUOTED = re.compile(
     r"""(?=\s*(?:[=,;)#]|$))"""
 )
 _DECLARED = re.compile(r'(\w+): "([^"]*)"')
-FILE = re.compile(r"\bFile: (?P<file>.*?):(?P<line>\d{1,9})(?: in (?P<function>[^,]*))?, code: ?(?P<code>.*)$")
+FILE = re.compile(
+    r"\bFile: (?P<file>.{0,1000}?):(?P<line>\d{1,9})(?: in (?P<function>[^,]{0,200}))?, code: ?(?P<code>.*)$"
+)
 """In a comment: the user's line."""
 _MARK = re.compile(
     r"^#\s*(?:Annotation: (?P<annotation>\{.*?\}) ?)?(?:ac_graph_id: (?P<checkpoint>\w+)(?: - (?P<policy>[A-Z_]+))?"

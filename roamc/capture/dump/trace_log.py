@@ -97,7 +97,7 @@ def read(content: str, path: Path) -> tuple[Piece, ...]:
     earlier: list[Piece] = []
     functions: dict[tuple[str, str], list[int]] = {}
     for line, head, payload in _entries(content.split("\n"), path):
-        if "frame_id" in head and "frame_compile_id" in head:
+        if isinstance(head.get("frame_id"), int) and isinstance(head.get("frame_compile_id"), int):
             frame = f"{head['frame_id']}/{head['frame_compile_id']}"
             piece = pieces.setdefault(frame, Piece(frame))
             if "dynamo_start" in head:

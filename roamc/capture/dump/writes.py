@@ -28,6 +28,9 @@ _PART = re.compile(r"^\s*\w+\[.*?\] = ")
 _METHOD = re.compile(r"= [\w.]*?\.(?!_)(\w*?[a-z0-9])_\(")
 _FUNCTION = re.compile(r"= [\w.]*?\.(\w+)\(.*\binplace = True")
 
+MOST_OF_WRITE = 4_096
+"""Characters of a line above which it is no write: the expressions take a time that grows with their square."""
+
 _NAMES = {
     **{"+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floor_divide", "%": "remainder", "**": "pow"},
     **{"&": "bitwise_and", "|": "bitwise_or", "^": "bitwise_xor", "@": "matmul", "<<": "lshift", ">>": "rshift"},
@@ -79,6 +82,8 @@ def _writes(lines: Sequence[str]) -> Iterator[tuple[Line, tuple[str, ...]]]:
     """(the user's line, names of the operators that it may become) of every write."""
     line: Line = "", 0
     for text in lines:
+        if len(text) > MOST_OF_WRITE:
+            continue
         if text.lstrip().startswith("#"):
             if place := FILE.search(text):
                 line = place["file"], int(place["line"])

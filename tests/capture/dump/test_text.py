@@ -118,6 +118,12 @@ def test_halves_are_one_step(tmp_path: Path) -> None:
     assert any("a joint graph says more" in note for note in graph.notes)
     with pytest.raises(DumpError, match="a backward without the forward that saves its inputs"):
         read(tmp_path, backward)
+    for changed in (
+        forward.replace("(relu, primals_1, relu)", "(relu, primals_1)"),
+        forward.replace("1, relu)", "1, mm)"),
+    ):
+        with pytest.raises(DumpError, match=r"graph\.txt: backward reads '\w+' where forward saves '\w+'"):
+            read(tmp_path, changed + backward)
 
 
 def instead(call: str) -> str:
@@ -146,6 +152,10 @@ WRONG = {
     "a file": (instead("torch.ops.aten.from_file.default('/etc/passwd')"), "unknown operator"),
     "a lambda": (instead("(lambda: 1)()"), "no value of a graph"),
     "many results": (MANY, "may give 90000 results"),
+    "many dimensions": (
+        CLASS.replace("# File", f'zz: "f32[{"1," * 99}1]"\n        # File'),
+        "a tensor of 100 dimensions",
+    ),
     "a size above all memory": (LARGE, "no tensor that can exist"),
     "a tower of powers": (CLASS.replace('primals_1: "f32[8', 'primals_1: "f32[((9**8)**8)**8'), "a size above 2"),
     "a product above all sizes": (instead("operator.mul(9223372036854775807, 9)"), "a number that no size can be"),
@@ -198,6 +208,19 @@ def test_what_a_text_lacks_is_a_note(what: str, tmp_path: Path) -> None:
     for whole in (text, NO_COMMENTS):
         assert not any(part in "; ".join(read(tmp_path, whole).notes) for part in (FITS, CHECKPOINTS, "source lines"))
     assert any(note in each for each in read(tmp_path, text.replace(old, new)).notes)
+
+
+def test_a_parameter_without_a_gradient_is_nothing_that_was_changed(tmp_path: Path) -> None:
+    """Torch prints None with the comment of a gradient where a parameter is used under no_grad only."""
+    gradient = "# GradAOTOutput(grad_of=PlainAOTInput(idx=1))"
+    frozen = CLASS.replace("tangents_1: ", 'primals_3: "f32[4][1]cpu"  # PlainAOTInput(idx=2)\n        tangents_1: ')
+    frozen = frozen.replace("primals_2, tangents_1,", "primals_2, primals_3, tangents_1,")
+    frozen = frozen.replace(gradient, f"{gradient}\n            None,  {gradient.replace('1', '2')}")
+    assert not any(FITS in note for note in read(tmp_path, frozen).notes)
+
+
+def test_a_text_says_that_it_lacks_the_writes_of_the_model(tmp_path: Path) -> None:
+    assert graphs.NO_DYNAMO in read(tmp_path, CLASS).notes
 
 
 def test_a_device_that_roamc_does_not_plan_for_is_a_note(tmp_path: Path) -> None:
