@@ -234,9 +234,12 @@ def test_graphs_of_one_log_are_a_table_and_add_up(tmp_path: Path) -> None:
     assert "one of 2 graphs at its peak" in note
     assert "alternatives: the largest counts" in note
 
+    assert any("torch.compile broke the graph at program.py:" in note for note in answer["notes"])
+
     whole = _log(tmp_path / "whole", BROKEN.replace("BREAK", "").replace("(8, 32, 16)", "(32,)"))
     plan = json.loads(run("plan", str(whole), "--json").stdout)
     assert "pieces" not in plan
+    assert not any("broke the graph" in note for note in plan["notes"])
     assert plan["baseline_needed_bytes"] + sum(plan["fixed_bytes"].values()) <= fixed + step
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -188,12 +188,25 @@ def of_piece(path: Path, piece: trace_log.Piece) -> Dump:
         dynamo=piece.dynamo,
         function=piece.function,
         decomposed=piece.decomposed,
-        notes=(DECOMPOSED,) if piece.decomposed else (),
+        notes=(*((DECOMPOSED,) if piece.decomposed else ()), *_breaks(piece)),
     )
     if whole is not None:
         return dump
     return _in_halves(dump, graphs.get("aot_forward_graph"), graphs.get("aot_backward_graph"))
 
+
+def _breaks(piece: trace_log.Piece) -> Iterator[str]:
+    """A note on what ran in eager between graphs."""
+    if piece.breaks:
+        more = f" and {len(piece.breaks) - MOST_BREAKS} more" if len(piece.breaks) > MOST_BREAKS else ""
+        yield (
+            f"torch.compile broke the graph at {', '.join(piece.breaks[:MOST_BREAKS])}{more}: what ran there is in no "
+            "log, and its parameters and values are not counted"
+        )
+
+
+MOST_BREAKS = 3
+"""Lines that a note names."""
 
 DECOMPOSED = (
     "the graph is of operators that Inductor has decomposed: eager's peak is that of these operators in order, and the "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from roamc.capture.dump.prefixes import TODAY
-from roamc.errors import DumpError
+from roamc.errors import DumpError, printable
 
 MOST_BYTES = 1 << 28
 """Most bytes of a log, when it is unpacked."""
@@ -27,6 +27,8 @@ _DYNAMO_INPUT = re.compile(r"\b(\w+): \"[^\"]*\"")
 
 GRAPHS = ("aot_joint_graph", "aot_forward_graph", "aot_backward_graph", "aot_inference_graph", "dynamo_output_graph")
 """Keys of the entries whose payloads are graphs."""
+
+_BREAK = re.compile(r"Graph break in user code at (?:.{0,1000}/)?([^/\n]{1,200}:\d{1,9})")
 
 META = re.compile(r"^aot_\w+_fw_metadata$")
 """Names of the artifacts that say which inputs are parameters or buffers."""
@@ -44,6 +46,7 @@ class Piece:
         sources: number of a tensor to the expression by which the user reaches it.
         decomposed: whether Inductor compiled it: operators are then no longer those that eager runs.
         function: file, name and line of the user's function that it is of, behind a graph break too; "" if not known.
+        breaks: the user's lines at which dynamo broke graphs, anywhere in the log.
     """
 
     frame: str
@@ -53,6 +56,7 @@ class Piece:
     sources: dict[int, str] = field(default_factory=dict)
     decomposed: bool = False
     function: str = ""
+    breaks: tuple[str, ...] = ()
 
     @property
     def has_graph(self) -> bool:
@@ -96,7 +100,10 @@ def read(content: str, path: Path) -> tuple[Piece, ...]:
     pieces: dict[str, Piece] = {}
     earlier: list[Piece] = []
     functions: dict[tuple[str, str], list[int]] = {}
+    breaks: dict[str, None] = {}
     for line, head, payload in _entries(content.split("\n"), path):
+        if said := _BREAK.match(payload):
+            breaks[printable(said[1])] = None
         if isinstance(head.get("frame_id"), int) and isinstance(head.get("frame_compile_id"), int):
             frame = f"{head['frame_id']}/{head['frame_compile_id']}"
             piece = pieces.setdefault(frame, Piece(frame))
@@ -107,7 +114,8 @@ def read(content: str, path: Path) -> tuple[Piece, ...]:
                 pieces[frame] = Piece(frame, function=_function(head["dynamo_start"], functions))
             else:
                 _note(piece, line, head, payload)
-    found_pieces = tuple(piece for piece in (*earlier, *pieces.values()) if piece.has_graph)
+    every = (*earlier, *pieces.values())
+    found_pieces = tuple(replace(piece, breaks=tuple(breaks)) for piece in every if piece.has_graph)
     if not found_pieces:
         which = "only dynamo's graphs, which have no backward" if pieces else "no graph"
         raise DumpError(
