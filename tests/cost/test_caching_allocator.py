@@ -124,3 +124,8 @@ def test_blocks_never_overlap_and_everything_joins_again(expandable: bool, full:
     free = sum(size for pool in (allocator._small, allocator._large) for size, _ in pool.ordered)
     assert free == allocator.reserved
     assert allocator.allocate(512).size == 512 * (KIB // 1024)
+
+
+def test_expandable_segments_do_not_go_back() -> None:
+    with pytest.raises(ValueError, match="leave one of expandable and full out"):
+        CachingAllocator(expandable=True, full=True)

@@ -183,9 +183,8 @@ def _of(archive: zipfile.ZipFile, path: str, piece: str | None) -> Program:
     if outside is not None or len(set(names)) < len(names):
         what = "two members with one name" if outside is None else f"a member that would lie outside: {outside[:80]!r}"
         raise DumpError(f"{path}: {what}. torch.export.save writes no such archive")
-    old = [match for name in names if (match := _OLD_PROGRAM.match(name))]
     programs = {match["name"]: match for name in names if (match := _PROGRAM.match(name))} or {
-        match["name"]: match for match in old
+        match["name"]: match for name in names if (match := _OLD_PROGRAM.match(name))
     }
     if not programs:
         saved = any(name.endswith("data.pkl") for name in names)

@@ -21,7 +21,7 @@ from roamc.capture.dump.annotations import Number, Sizes, TensorType, parsed
 from roamc.capture.dump.text import Call, Dotted, GraphText, Input, Item, Name, Origin, Result, Statement, Value
 from roamc.capture.dump.unknown import HIGHER_ORDER, Unknown, picks, unknown_of, without_operators
 from roamc.compat import DynamicShapeError, FakeTensorMode, OpOverload, lazy_module, quiet_meta
-from roamc.errors import DumpError, nearest
+from roamc.errors import DumpError, nearest, printable
 from roamc.graph.rewrite import placed_in
 from roamc.operators import ops
 from roamc.operators.random import state_bytes
@@ -388,7 +388,7 @@ class _Graph:
             return self.moved
         kind = type if isinstance(type, str) and type in ("cpu", "cuda", "meta") else "cpu"
         if isinstance(type, str) and type != kind:
-            self.findings.foreign[type] = None
+            self.findings.foreign[printable(type[:20])] = None
         number = index if isinstance(index, int) and 0 <= index < 1024 else 0
         return torch.device(kind, number) if kind == "cuda" else torch.device(kind)
 

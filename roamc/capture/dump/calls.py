@@ -127,9 +127,9 @@ def _with_tangents(
     tangents = [env[node] for node in inputs if node.name.startswith(TANGENTS)]
     values = [env[node] for node in results if isinstance(node, fx.Node)]
     values = [value for value in values if value.requires_grad]
-    pairs = list(zip(values[::-1], tangents[::-1], strict=False))[::-1]
-    fits = len(tangents) >= len(values) and all(value.shape == tangent.shape for value, tangent in pairs)
-    return pairs if fits else []
+    last = tangents[max(0, len(tangents) - len(values)) :]
+    fits = [value.shape for value in values] == [tangent.shape for tangent in last]
+    return list(zip(values, last, strict=True)) if fits else []
 
 
 def _forward(nodes: Sequence[fx.Node], results: Sequence[Any]) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -227,6 +227,8 @@ def test_a_device_that_roamc_does_not_plan_for_is_a_note(tmp_path: Path) -> None
     notes = "; ".join(read(tmp_path, CLASS.replace('cpu"', 'xpu:0"')).notes)
     assert "the file's tensors are on xpu: planned as on a CPU" in notes
     assert "results differ" not in notes
+    call = instead("torch.ops.aten.zeros.default([8, 16], device = device(type='\\x1b]0;P'))")
+    assert all(note.isprintable() for note in read(tmp_path, call).notes)
 
 
 def test_only_the_axis_that_is_taken_apart_counts() -> None:
